@@ -163,7 +163,7 @@ MUTATIONS = (
     ),
     # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
     row(
-        "step/storage.py", "_flat(shard_metrics(outcome, num_shards))", "_flat(outcome.metrics)",
+        "step/storage.py", "_flat(shard_metrics(outcome, num_parts))", "_flat(outcome.metrics)",
         "contracts/test_pipelines.py",
     ),
     row(

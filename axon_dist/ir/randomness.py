@@ -54,7 +54,7 @@ TAG = "rows"
 
 
 def find_rows(
-    trace: Callable[[int], ClosedJaxpr], local: int, num_shards: int
+    trace: Callable[[int], ClosedJaxpr], local: int, num_parts: int
 ) -> dict[Drawn, SampleRows] | None:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
@@ -64,7 +64,7 @@ def find_rows(
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
         local: the number of samples of one shard: one rank's share of one microbatch.
-        num_shards: how many shards a batch has.
+        num_parts: how many shards a batch has.
 
     Returns:
         For every drawn shape that counts samples, the shard's rows; None if nothing is drawn.
@@ -77,11 +77,11 @@ def find_rows(
     part = list(_drawn(program))
     if not part:
         return None
-    batch = list(_drawn(trace(local * num_shards)))
+    batch = list(_drawn(trace(local * num_parts)))
     if len(part) != len(batch):
         raise UnsupportedError(
             f"the model draws {len(part)} random arrays for {local} samples and {len(batch)} for "
-            f"{local * num_shards}; random draws must not depend on the batch size"
+            f"{local * num_parts}; random draws must not depend on the batch size"
         )
     rows: dict[Drawn, SampleRows | None] = {}
     for (drawn, key), (full, full_key) in zip(part, batch, strict=True):

@@ -456,7 +456,7 @@ def _wide(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
     return d_query, d_key, d_value
 
 
-def narrowed(
+def in_dtypes_of(
     gradients: Iterable[Array], arrays: tuple[Array, Array, Array]
 ) -> tuple[Array, Array, Array]:
     """Casts the gradients of queries, keys and values to the dtypes of these arrays."""

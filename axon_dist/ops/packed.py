@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ..core.tree import wide
 from ..core.typing import Array, PyTree
 from ..core.weighted import per_sample
-from .attention import BlockAttention, Keys, Queries, merged, narrowed
+from .attention import BlockAttention, Keys, Queries, in_dtypes_of, merged
 
 PIECE = 1024
 """Positions in a piece: a pair is enough work for a kernel, and its mask takes two megabytes."""
@@ -104,7 +104,7 @@ def _backward(
         return tuple(x.at[n].add(new) for x, n, new in zip(sums, pieces, more, strict=True))
 
     gradients = _over_pairs(visit, gradients, _cut(segments), causal)
-    return *narrowed(map(_uncut, gradients), (query, key, value)), None
+    return *in_dtypes_of(map(_uncut, gradients), (query, key, value)), None
 
 
 _attend.defvjp(_forward, _backward)

@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.tree import wide
 from ..core.typing import Array, PyTree
-from .attention import BlockAttention, Keys, Queries, merged, narrowed
+from .attention import BlockAttention, Keys, Queries, in_dtypes_of, merged
 
 AROUND = "around_a_ring"
 """The checkpoint name of ring attention's result, which every remat policy but one saves.
@@ -381,7 +381,7 @@ def _backward(
         d_key, d_value = (
             own + wide(others) for own, others in zip((d_key, d_value), returned, strict=True)
         )
-    return *narrowed((d_query, d_key, d_value), (query, key, value)), None
+    return *in_dtypes_of((d_query, d_key, d_value), (query, key, value)), None
 
 
 _attend.defvjp(_forward, _backward)

@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from ..core.arguments import COUNT
 from ..core.errors import AxonDistError, MeshError
 from .inputs import draws_of
-from .lattice import proven_outputs
 from .locate import Search, align, finding, frames_of
 from .meshes import build_mesh, family, find_mesh, sizes_of, title_of
 from .program import DRAWS, Injected, Operation, Value
 from .relations import Pair, RankValues, differs, names_of, ways_to_split
 from .report import Finding, Kind, Output, Place, Report, places_of
+from .rules import proven_outputs
 from .trace import Run, Subject, Traced, array_leaves, mesh_in_context, subject_of
 
 

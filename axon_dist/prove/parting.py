@@ -19,7 +19,7 @@ from .check import prove_subject
 from .locate import matched
 from .meshes import find_mesh, mesh_of_other
 from .program import EXACT
-from .recording import Fingerprint, RecordedStep, RecordedValue, Recording, started
+from .recording import Fingerprint, RecordedStep, RecordedValue, Recording, lazy_recording
 from .report import Place, finite
 from .trace import Subject, subject_of
 
@@ -149,7 +149,7 @@ def bisect_subjects(
         (subject, mesh or other_mesh or ONE_DEVICE),
         (other_subject, other_mesh or mesh or ONE_DEVICE),
     )
-    recordings = [started(side, on, steps) for side, on in sides]
+    recordings = [lazy_recording(side, on, steps) for side, on in sides]
     parting, changed = _compared(*recordings)
     for number in changed:
         side, on = sides[number]

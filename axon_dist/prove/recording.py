@@ -233,23 +233,23 @@ def read(
     states = [list(state) for _ in range(NOISY_RUNS + 1)]
     for batch in batches:
         runs = [traced.run([*one, *batch], order, noise=n) for n, one in enumerate(states)]
-        outputs = [_print(each) for each in zip(*(r[0] for r in runs), strict=True)]
-        yield outputs, [_print_of(value, [r[1] for r in runs]) for value in order]
+        outputs = [_fingerprint_of(each) for each in zip(*(r[0] for r in runs), strict=True)]
+        yield outputs, [_fingerprint_of_value(value, [r[1] for r in runs]) for value in order]
         states = [following(s, r[0]) for s, r in zip(states, runs, strict=True)]
 
 
-def _print(runs: Sequence[np.ndarray], num_leading: int = 0) -> Fingerprint:
+def _fingerprint_of(runs: Sequence[np.ndarray], num_leading: int = 0) -> Fingerprint:
     """Returns the fingerprint of the first run, and its bound from the perturbed ones."""
     prints = [fingerprint(run, num_leading) for run in runs]
     return Fingerprint(prints[0].tolist(), bound_of(prints, dtype=runs[0].dtype))
 
 
-def _print_of(value: Value, runs: Sequence[Mapping[Value, np.ndarray]]) -> Fingerprint:
+def _fingerprint_of_value(value: Value, runs: Sequence[Mapping[Value, np.ndarray]]) -> Fingerprint:
     if value not in runs[0]:
         # A value in a branch of a `cond` is not recorded.
         return Fingerprint([])
     arrays = [run[value] for run in runs]
-    return _print(arrays, value.num_turns(arrays[0]))
+    return _fingerprint_of(arrays, value.num_turns(arrays[0]))
 
 
 def _in_order(region: Region, loop: int) -> Iterator[tuple[Value, int]]:
@@ -322,11 +322,11 @@ def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
         mesh: the mesh, or its sizes.
         steps: the number of steps; leading outputs replace leading arguments of the same shape.
     """
-    recording = started(subject, mesh, steps)
+    recording = lazy_recording(subject, mesh, steps)
     return dataclasses.replace(recording, steps=tuple(recording.steps))
 
 
-def started(subject: Subject, mesh: Any, steps: int) -> Recording:
+def lazy_recording(subject: Subject, mesh: Any, steps: int) -> Recording:
     """Returns a recording whose steps run when they are taken, which they can be once."""
     # Without a step, any two programs would be equal.
     COUNT.check("bisect", "steps", steps)
@@ -344,7 +344,9 @@ def started(subject: Subject, mesh: Any, steps: int) -> Recording:
 
 def _steps(own: Traced, alone: Traced, steps: int) -> Iterator[RecordedStep]:
     inputs = draws_of(own.leaves, 1)[0]
-    given = {f"argument {n}": _print([np.asarray(plain(x))] * 2) for n, x in enumerate(inputs)}
+    given = {
+        f"argument {n}": _fingerprint_of([np.asarray(plain(x))] * 2) for n, x in enumerate(inputs)
+    }
     for number, (prints, values) in enumerate(read(alone, inputs, [[]] * steps)):
         outputs = results = dict(zip(own.names, prints, strict=True))
         if own is not alone:

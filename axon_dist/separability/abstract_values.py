@@ -468,7 +468,7 @@ def dependence_of(
     metrics: Mapping[str, tuple[Value, Value]],
     buffers: Mapping[Path, Value],
     is_plain: bool = True,
-    num_shards: float = 1,
+    num_parts: float = 1,
 ) -> LossDependence:
     """Summarises the abstract values of the outputs of a loss function.
 
@@ -478,14 +478,14 @@ def dependence_of(
         metrics: the value and the divisor of each metric, by name.
         buffers: the new values, by path.
         is_plain: whether the loss is a number without its own weight.
-        num_shards: the number of equal shards of the batch.
+        num_parts: the number of equal parts of the batch.
 
     Returns:
         How each output depends on the samples.
     """
     return LossDependence(
-        _loss(loss, weight, num_shards),
-        {name: _metric(v, divisor, weight, num_shards) for name, (v, divisor) in metrics.items()},
+        _loss(loss, weight, num_parts),
+        {name: _metric(v, divisor, weight, num_parts) for name, (v, divisor) in metrics.items()},
         {path: _buffer(value) for path, value in buffers.items()},
         is_plain,
     )
@@ -495,7 +495,7 @@ OF_WEIGHT = "has a weight that "
 """The beginning of a reason that concerns the loss's weight."""
 
 
-def _loss(loss: Value, weight: Value, num_shards: float) -> OutputDependence:
+def _loss(loss: Value, weight: Value, num_parts: float) -> OutputDependence:
     for value, whose in ((loss, ""), (weight, OF_WEIGHT)):
         # The parts' values of a total can be summed; a constant is the mean of equal values.
         if value.kind not in (Kind.CONSTANT, Kind.TOTAL):
@@ -503,7 +503,7 @@ def _loss(loss: Value, weight: Value, num_shards: float) -> OutputDependence:
             why = whose + (value.why or "is not a sum over the samples")
             return OutputDependence(kind, 1.0, why, value.line)
     factor = loss.scale / weight.scale
-    if same_scale(factor, num_shards):
+    if same_scale(factor, num_parts):
         return OutputDependence(Dependence.SUM, factor)
     if not same_scale(factor, 1.0):
         return OutputDependence(Dependence.SCALED, factor)
@@ -511,12 +511,12 @@ def _loss(loss: Value, weight: Value, num_shards: float) -> OutputDependence:
     return OutputDependence(Dependence.MEAN if is_plain else Dependence.WEIGHTED)
 
 
-def _metric(value: Value, divisor: Value, weight: Value, num_shards: float) -> OutputDependence:
+def _metric(value: Value, divisor: Value, weight: Value, num_parts: float) -> OutputDependence:
     if value.kind is Kind.RATIO and not value.is_scaled and value.divisor == weight.value_number:
         return OutputDependence(Dependence.WEIGHTED)
     if value.is_constant and divisor.is_constant and not (value.is_scaled or divisor.is_scaled):
         return OutputDependence(Dependence.CONSTANT)
-    return _loss(value, divisor, num_shards)
+    return _loss(value, divisor, num_parts)
 
 
 def _buffer(value: Value) -> OutputDependence:

@@ -22,7 +22,9 @@ from .operation import (
 
 def _take(op: Operation, values: list[Value]) -> Value:
     table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
-    cuts = [[(size,) for size in params["slice_sizes"]] for params in (op.params, op.others)]
+    cuts = [
+        [(size,) for size in params["slice_sizes"]] for params in (op.part_params, op.whole_params)
+    ]
     _check_cuts(op, values[_TABLE], cuts)
     if indices.is_scaled:
         raise Coupling(Why.SIZES)
@@ -44,7 +46,7 @@ def _take(op: Operation, values: list[Value]) -> Value:
     if table.dim is None:
         return aligned([table, indices], table.scale)
     if is_loop_index(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
-        numbers = op.params["dimension_numbers"]
+        numbers = op.part_params["dimension_numbers"]
         is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
         if not is_row:
             raise Coupling(Why.STRAY)
@@ -85,7 +87,7 @@ def _has_own_index(op: Operation, table: Value, indices: Value) -> bool | None:
 
 
 def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
-    numbers = op.params["dimension_numbers"]
+    numbers = op.part_params["dimension_numbers"]
     dim = table.dim
     is_own = _has_own_index(op, table, indices)
     if is_own is not None:
@@ -145,7 +147,7 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
 
 def _written(op: Operation, table: Value, indices: Value) -> int | None:
     """Returns the factor of the updates that counts the samples they are written to, or None."""
-    numbers = op.params["dimension_numbers"]
+    numbers = op.part_params["dimension_numbers"]
     dim = table.dim or 0
     is_own = _has_own_index(op, table, indices)
     if is_own is not None:
@@ -193,7 +195,7 @@ def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
         raise Coupling(Why.SOME)
     # A place with a scale is another one in the whole.
     moves = [[False for _ in values[1:]], [place.is_scaled for place in values[1:]]]
-    sizes = op.params["slice_sizes"], op.others["slice_sizes"]
+    sizes = op.part_params["slice_sizes"], op.whole_params["slice_sizes"]
     cuts = [[*zip(*both, strict=True)] for both in zip(moves, sizes, strict=True)]
     _check_cuts(op, values[0], cuts)
     return not_numbered(values[0])
@@ -206,7 +208,7 @@ def _own_row(op: Operation, values: list[Value]) -> Value | None:
     if not table.is_rows or dim is None or table.outer != 1 or table.positions:
         return None
     rest = [*places[:dim], *places[dim + 1 :]]
-    is_one = op.params["slice_sizes"][dim] == 1 == op.others["slice_sizes"][dim]
+    is_one = op.part_params["slice_sizes"][dim] == 1 == op.whole_params["slice_sizes"][dim]
     is_own = is_one and is_loop_index(places[dim], op.inputs[0][0][dim])
     return table.in_dim(None) if is_own and all_constant(rest) else None
 
@@ -231,7 +233,7 @@ def _dynamic_update(op: Operation, values: list[Value]) -> Value:
 
 def _slice(op: Operation, values: list[Value]) -> Value:
     cuts = []
-    for params in (op.params, op.others):
+    for params in (op.part_params, op.whole_params):
         starts = params["start_indices"]
         ends = params["limit_indices"]
         strides = params["strides"] or (1,) * len(starts)
@@ -287,14 +289,16 @@ def _sliced(
 
 def _split(op: Operation, values: list[Value]) -> list[Value]:
     value = values[0]
-    axis = op.params["axis"]
-    cuts = [[()] * axis + [tuple(params["sizes"])] for params in (op.params, op.others)]
+    axis = op.part_params["axis"]
+    cuts = [[()] * axis + [tuple(params["sizes"])] for params in (op.part_params, op.whole_params)]
     _check_cuts(op, value, cuts)
     if value.dim != axis or not value.is_rows:
         return [not_numbered(value)] * len(op.outputs)
     pieces = []
     starts = [0, 0]
-    for one, two, new in zip(op.params["sizes"], op.others["sizes"], op.outputs, strict=True):
+    for one, two, new in zip(
+        op.part_params["sizes"], op.whole_params["sizes"], op.outputs, strict=True
+    ):
         spans = [
             [(a, a + n, 1) if d == axis else () for d in range(axis + 1)]
             for a, n in zip(starts, (one, two), strict=True)

@@ -40,7 +40,7 @@ from .abstract_values import (
     same_scale,
     with_line,
 )
-from .one_sample import Aligned, aligned_equations, is_loose, loosely, relay, relayed
+from .one_sample import Aligned, aligned_equations, is_loose, relay, relayed, value_of_loose
 from .operation import (
     RESIZED,
     RUN_ONCE,
@@ -235,7 +235,7 @@ class Walk:
         count = len(op.outputs)
         known = [value.known for value in operands if value.known is not None]
         if len(known) == len(operands) and (number := folded(op, known)) is not None:
-            key = (name, str(op.params), *known)
+            key = (name, str(op.part_params), *known)
             return [self._with_number(grown_scalar(*number, self._ratio), key)]
         decided = name == "select_n" and operands[0].same_number is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
@@ -295,7 +295,7 @@ class Walk:
                 return value
         shapes = zip(operands, op.inputs, strict=True)
         if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
-            value = loosely(op, operands, self._ratio)
+            value = value_of_loose(op, operands, self._ratio)
             return coupled(Why.DIFFERS, "") if value is None else value
         return None
 
@@ -303,7 +303,9 @@ class Walk:
         """Gives results their value numbers: equal computations get equal numbers."""
         if _keeps_number(op) and results[0].kind is operands[0].kind:
             return [dataclasses.replace(results[0], value_number=operands[0].value_number)]
-        params = str([sorted(params.items(), key=str) for params in (op.params, op.others)])
+        params = str(
+            [sorted(params.items(), key=str) for params in (op.part_params, op.whole_params)]
+        )
         # Arrays of other shapes with the same elements in the same order have equal numbers.
         key = (op.name, params, op.inputs, *(value.value_number for value in operands))
         return [self._with_number(value, (*key, i)) for i, value in enumerate(results)]
@@ -316,7 +318,7 @@ class Walk:
         call_line: str,
         equation: JaxprEqn,
     ) -> list[Value]:
-        name = str(op.params.get("name", ""))
+        name = str(op.part_params.get("name", ""))
         if name == PER_SAMPLE:
             if primitive := draws(programs[0]):
                 why = f"draws random numbers (`{primitive}`) {WITHIN}"

@@ -165,7 +165,7 @@ def _repeats_samples(op: Operation, value: Value, small: Shape) -> bool:
     return small == large and math.prod(result) > math.prod(large)
 
 
-def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
+def value_of_loose(op: Operation, values: list[Value], ratio: float) -> Value | None:
     """Returns the value of an operation on arrays of which some are loose.
 
     Args:
@@ -207,8 +207,8 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
 def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
     """The rule for a batched gather from each sample's row, which the part reads as a window."""
     table, indices = values[:2]
-    one = op.params["dimension_numbers"]
-    other = op.others["dimension_numbers"]
+    one = op.part_params["dimension_numbers"]
+    other = op.whole_params["dimension_numbers"]
     if not (table.is_rows and indices.is_rows and table.dim is not None) or indices.positions:
         return None
     dims = other.operand_batching_dims
@@ -231,8 +231,8 @@ def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
         == (other.collapsed_slice_dims, other.start_index_map)
         and list(one.offset_dims) == offsets
         and sorted((*windows, table.dim)).index(table.dim) == offsets.index(out)
-        and op.params["slice_sizes"] == op.others["slice_sizes"]
-        and op.params["mode"] == op.others["mode"]
+        and op.part_params["slice_sizes"] == op.whole_params["slice_sizes"]
+        and op.part_params["mode"] == op.whole_params["mode"]
         and op.inputs[1][0] == (*op.inputs[1][1][:place], *op.inputs[1][1][place + 1 :])
     )
     return moved if is_same else None

@@ -44,8 +44,8 @@ class Operation:
 
     Args:
         name: the name of the primitive.
-        params: its parameters for a part.
-        others: its parameters for the whole.
+        part_params: its parameters for a part.
+        whole_params: its parameters for the whole.
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
         kinds: the NumPy kinds of the first operand and the first result, such as "f" or "i".
@@ -53,8 +53,8 @@ class Operation:
     """
 
     name: str
-    params: Params
-    others: Params
+    part_params: Params
+    whole_params: Params
     inputs: tuple[Shapes, ...]
     outputs: tuple[Shapes, ...]
     kinds: tuple[str, str]
@@ -68,7 +68,7 @@ class Operation:
             LookupError: if they are unknown.
         """
         inputs, outputs = ([large for _, large in side] for side in (self.inputs, self.outputs))
-        factors = factors_of(self.name, self.others, inputs, outputs)
+        factors = factors_of(self.name, self.whole_params, inputs, outputs)
         if factors is None:
             raise LookupError(self.name)
         return factors
@@ -204,8 +204,8 @@ def are_equal(op: Operation) -> bool:
         >>> are_equal(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
         False
     """
-    for name, one in op.params.items():
-        other = op.others.get(name)
+    for name, one in op.part_params.items():
+        other = op.whole_params.get(name)
         if name == "callback" and not same(callback_function(one), callback_function(other)):
             return False
         if name in _SIZED or one is other or (callable(one) and callable(other)):
@@ -272,7 +272,7 @@ def folded(op: Operation, known: list[tuple[Number, Number]]) -> tuple[Number, N
 
 def _run_of(op: Operation) -> Callable[..., Constant] | None:
     if op.name == "integer_pow":
-        return lambda x: float(x) ** op.params["y"]
+        return lambda x: float(x) ** op.part_params["y"]
     if op.name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"):
         return float if op.kinds[1] == "f" else np.asarray
     return _FOLDED.get(op.name)

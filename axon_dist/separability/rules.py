@@ -87,7 +87,7 @@ def _compare(op: Operation, values: list[Value]) -> Value:
 
 def _power(op: Operation, values: list[Value]) -> Value:
     powers = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
-    power = powers[op.name] if op.name in powers else float(op.params["y"])
+    power = powers[op.name] if op.name in powers else float(op.part_params["y"])
     value = values[0]
     if value.is_constant and value.is_scaled and (value.scale > 0 or power.is_integer()):
         return Value(Kind.CONSTANT, value.scale**power)
@@ -142,7 +142,7 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
 
 def _tile(op: Operation, values: list[Value]) -> Value:
     """The rule for `tile`: a broadcast to a new dim before each dim, with which it then merges."""
-    repeats = op.params["reps"], op.others["reps"]
+    repeats = op.part_params["reps"], op.whole_params["reps"]
     small, large = (
         tuple(size for pair in zip(counts, shape, strict=True) for size in pair)
         for counts, shape in zip(repeats, op.inputs[0], strict=True)
@@ -150,9 +150,9 @@ def _tile(op: Operation, values: list[Value]) -> Value:
     dims = {"broadcast_dimensions": tuple(range(1, len(small), 2))}
     wide = ((small, large),)
     spread = dataclasses.replace(
-        op, name="broadcast_in_dim", params=dims, others=dims, outputs=wide
+        op, name="broadcast_in_dim", part_params=dims, whole_params=dims, outputs=wide
     )
-    merged = dataclasses.replace(op, name="reshape", params={}, others={}, inputs=wide)
+    merged = dataclasses.replace(op, name="reshape", part_params={}, whole_params={}, inputs=wide)
     return _reshape(merged, [_broadcast(spread, values)])
 
 
@@ -180,7 +180,7 @@ def _is_within(shape: Shape, dim: int, new: Shape, result: int) -> bool:
 
 def is_transposed(op: Operation) -> bool:
     """Whether a reshape first permutes the dims (the `dimensions` of `lax.reshape`)."""
-    orders = (params.get("dimensions") for params in (op.params, op.others))
+    orders = (params.get("dimensions") for params in (op.part_params, op.whole_params))
     return op.name == "reshape" and any(orders)
 
 
@@ -294,7 +294,7 @@ def _conv(op: Operation, values: list[Value]) -> Value:
 
 
 def _concatenate(op: Operation, values: list[Value]) -> Value:
-    dim = op.params["dimension"]
+    dim = op.part_params["dimension"]
     parts = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     if any(dim in grown(shapes) for shapes in op.inputs):
         first = functools.reduce(either, map(not_numbered, parts))
@@ -342,8 +342,8 @@ def _select(op: Operation, values: list[Value]) -> Value:
 
 
 def _iota(op: Operation, values: list[Value]) -> Value:
-    if op.params["dimension"] in grown(op.outputs[0]):
-        return Value(Kind.ROWS, dim=op.params["dimension"], positions=(True,))
+    if op.part_params["dimension"] in grown(op.outputs[0]):
+        return Value(Kind.ROWS, dim=op.part_params["dimension"], positions=(True,))
     return CONSTANT
 
 

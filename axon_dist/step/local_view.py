@@ -171,7 +171,7 @@ def local_gradients(
     frozen = for_region(arguments.frozen, program.frozen_specs, spec.mesh)
     grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
     grads = cut_like(grads, spec.model_spec.params)
-    return Sums(grads, loss, metrics).result(buffers, spec.num_shards)
+    return Sums(grads, loss, metrics).result(buffers, spec.num_parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -234,7 +234,7 @@ class RankProgram:
         accumulated = functools.partial(
             accumulate, num_microbatches=count, part_buffers=self.part_buffers
         )
-        num_shards = self.spec.num_shards
+        num_parts = self.spec.num_parts
         mean_over_ranks = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
             # Cast before the gather, to send half the bytes in half precision. The gradient then
@@ -248,9 +248,9 @@ class RankProgram:
             shares_statistics = reduction.sync_buffers and has_statistics(
                 self.spec.model_spec.abstract
             )
-            forward = with_frozen(self._with_scans(self._plain(None)), whole_frozen)
+            forward = with_frozen(self._with_scans(self._unscanned(None)), whole_frozen)
             sums_of = gradient_sums(
-                forward, num_shards, scale, mean_over_ranks if shares_statistics else None
+                forward, num_parts, scale, mean_over_ranks if shares_statistics else None
             )
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
@@ -267,14 +267,14 @@ class RankProgram:
             # Units reduce their gradients within the backward pass, so all ranks must divide their
             # loss by the same sum of sample weights before it begins.
             gather = functools.partial(local_gather, self.spec)
-            forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
-            sums_of = gradient_sums(forward, num_shards, scale, mean_over_ranks)
+            forward = with_frozen(self._with_scans(self._unscanned(gather)), frozen)
+            sums_of = gradient_sums(forward, num_parts, scale, mean_over_ranks)
             sums, changed = accumulated(sums_of, params, first, batch)
         if self.part_buffers is not None:
             changed = self.part_buffers.over_ranks(changed, local)
         # Sum totals and weights. A mean of means would overweight ranks with few real samples.
         scalars = (sums.loss, sums.metrics)
-        if num_shards > 1:
+        if num_parts > 1:
             scalars = all_sum(scalars, self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
@@ -327,11 +327,11 @@ class RankProgram:
         accumulates = reduction.per == "step" and self.spec.num_microbatches > 1
         return accumulates and not reduction.is_grouped and scale is None
 
-    def _last(self, plain: Forward, frozen: PyTree) -> LastFn:
+    def _last(self, scanned: Forward, frozen: PyTree) -> LastFn:
         """Returns the program of the last microbatch, whose backward pass hides the reduction.
 
-        Each unit reduces its own gradients. Without units it runs the `plain` program of the other
-        microbatches, on weights whose backward pass reduces.
+        Each unit reduces its own gradients. Without units it runs the `scanned` program of the
+        other microbatches, on weights whose backward pass reduces.
         """
         reduce = functools.partial(reduce_accumulated, self.spec)
 
@@ -353,8 +353,8 @@ class RankProgram:
                     return weight if gather is None else gather(bundle(path, weight))
 
                 if not units:
-                    return plain(map_with_path(reduced, weights), buffers, batch)
-                run = self._plain(reduce, bundle=bundle, by_units=read_once.__contains__)
+                    return scanned(map_with_path(reduced, weights), buffers, batch)
+                run = self._unscanned(reduce, bundle=bundle, by_units=read_once.__contains__)
                 return with_frozen(run, frozen)(weights, buffers, batch)
 
             # Only the shapes of the slots matter. The reduced sums are computed as their gradients.
@@ -362,7 +362,7 @@ class RankProgram:
             # The sums of the earlier microbatches are already weighted, so differentiate the total
             # here and not the mean.
             run = self._with_scans(forward) if units else forward
-            totals = gradient_sums(run, self.spec.num_shards, common=lambda _: 1)
+            totals = gradient_sums(run, self.spec.num_parts, common=lambda _: 1)
             added, buffers = totals(slots, buffers, batch)
             both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (added.loss, added.metrics))
             return Sums(added.grads, *both), buffers
@@ -406,7 +406,7 @@ class RankProgram:
             rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)
         )
 
-    def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
+    def _unscanned(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
         """Returns the forward pass with its units marked, before they become a scan."""
         spec = self.spec
 

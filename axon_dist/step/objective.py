@@ -335,15 +335,15 @@ def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
     return {name: weigh(value) for name, value in outcome.metrics.items()}
 
 
-def shard_metrics(outcome: Outcome, num_shards: int) -> dict[str, Array | Weighted]:
-    """Returns the metrics of one of `num_shards` parts of a batch, ready to be added up.
+def shard_metrics(outcome: Outcome, num_parts: int) -> dict[str, Array | Weighted]:
+    """Returns the metrics of one of `num_parts` parts of a batch, ready to be added up.
 
     Those of a single part are not weighted: a metric would be 0 in a batch without weight, and an
     integer would become a float. So they are those of `gradient_means`, except that a pipeline
     returns bools and half precision in float32, and `Weighted(integer, 1)` becomes a float, because
     its weight is an array here.
     """
-    if num_shards > 1:
+    if num_parts > 1:
         return weighted_metrics(outcome)
     return jax.tree.map(jnp.asarray, outcome.metrics)
 
@@ -367,22 +367,22 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         return jax.tree.map(jnp.add, self, other)
 
-    def result(self, buffers: PyTree, num_shards: int) -> GradientResult:
+    def result(self, buffers: PyTree, num_parts: int) -> GradientResult:
         """Divides by the weight; adds the buffers after the batch.
 
         Args:
             buffers: after the batch.
-            num_shards: the number of parts that were added up, as `gradient_sums` takes it.
+            num_parts: the number of parts that were added up, as `gradient_sums` takes it.
         """
-        grads, metrics = self.means(num_shards)
+        grads, metrics = self.means(num_parts)
         weighted = {name: x for name, x in self.metrics.items() if isinstance(x, Weighted)}
         return GradientResult(grads, metrics, buffers, metrics | {"loss": self.loss} | weighted)
 
-    def means(self, num_shards: int) -> tuple[PyTree, dict[str, Array]]:
+    def means(self, num_parts: int) -> tuple[PyTree, dict[str, Array]]:
         """Divides by the weight; returns the gradient of the mean loss, and the metrics.
 
         Args:
-            num_shards: the number of parts that were added up.
+            num_parts: the number of parts that were added up.
         """
         weight = self.loss.weight
         grads = jax.tree.map(lambda g: _divided(g, weight), self.grads)
@@ -391,7 +391,7 @@ class Sums:
             if isinstance(x, Weighted):
                 return mean_loss(x)
             is_count = jnp.issubdtype(x.dtype, jnp.integer)
-            return x if is_count or num_shards == 1 else mean_loss(Weighted(x, weight))
+            return x if is_count or num_parts == 1 else mean_loss(Weighted(x, weight))
 
         metrics = {name: mean(x) for name, x in self.metrics.items()}
         return grads, {"loss": mean_loss(self.loss), **metrics}
@@ -418,7 +418,7 @@ def with_frozen(forward: Forward, frozen: PyTree) -> Forward:
 
 def gradient_sums(
     forward: Forward,
-    num_shards: int,
+    num_parts: int,
     scale: Array | None = None,
     common: Callable[[Array], Array | int] | None = None,
 ) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
@@ -429,8 +429,8 @@ def gradient_sums(
 
     Args:
         forward: the forward pass.
-        num_shards: how many shards of about this size a batch is cut into: ranks times
-            microbatches. In the mean over a shard, a sample weighs `num_shards` times as much as in
+        num_parts: how many shards of about this size a batch is cut into: ranks times
+            microbatches. In the mean over a shard, a sample weighs `num_parts` times as much as in
             the batch. The loss scale is therefore divided by it; half precision would otherwise
             overflow in a shard where it does not for the whole batch.
         scale: the loss scale, against vanishing gradients.
@@ -446,13 +446,13 @@ def gradient_sums(
         weight = loss.weight
         return weight if common is None or is_one(weight) else common(weight)
 
-    per_shard = None if scale is None else scale / num_shards
+    per_shard = None if scale is None else scale / num_parts
     differentiate = _differentiated(forward, weight_of, per_shard, _per_weight)
 
     def sums(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
         (_, outcome), grads = differentiate(params, buffers, batch)
         if scale is not None:
-            grads = jax.tree.map(lambda g: wide(g) * num_shards, grads)
+            grads = jax.tree.map(lambda g: wide(g) * num_parts, grads)
         weight = weight_of(outcome.loss)
         factor = None if is_one(weight) else _nonzero(weight)
 
@@ -462,7 +462,7 @@ def gradient_sums(
 
         grads = jax.tree.map(weighted, grads)
         loss = wide_pair(outcome.loss)
-        return Sums(grads, loss, shard_metrics(outcome, num_shards)), outcome.buffers
+        return Sums(grads, loss, shard_metrics(outcome, num_parts)), outcome.buffers
 
     return sums
 

@@ -96,9 +96,9 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
         out_specs=(*region.grad_specs(split_dims), replicated, replicated, replicated),
         check_vma=False,
     )
-    num_shards = spec.num_shards
+    num_parts = spec.num_parts
     # As in `gradient_sums`: gradients are scaled like those of the mean of the whole batch.
-    scale = None if scale is None else scale / num_shards
+    scale = None if scale is None else scale / num_parts
     rows, rest, grad_factor, loss, buffers = mapped(
         stored[0], stored[1], buffers, microbatches, scale
     )
@@ -108,9 +108,9 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     reduced = cut_like(region.storage.assemble(rows, rest), plan.state_plan.params)
     reduced = jax.lax.with_sharding_constraint(reduced, plan.state_plan.grad_shardings)
     total, weight, metrics = loss
-    grad_factor = grad_factor if scale is None else grad_factor * num_shards
+    grad_factor = grad_factor if scale is None else grad_factor * num_parts
     sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
-    return sums.result(buffers, num_shards)
+    return sums.result(buffers, num_parts)
 
 
 def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
@@ -121,7 +121,7 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
         batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
     """
     spec = plan.spec
-    if spec.num_shards == 1:
+    if spec.num_parts == 1:
         return False
     samples, shapes = spec.microbatch(batch)
     program = plan.separator.program(shapes, samples // spec.num_ranks)
@@ -390,7 +390,7 @@ class PipelineRegion:
         )
         stacks = self.plan.state_plan.storage.stacks
         rewrite = rewrite if in_region else None
-        return traced(run, rewrite, stacks, params, buffers, one, spec.num_shards)
+        return traced(run, rewrite, stacks, params, buffers, one, spec.num_parts)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """Cuts a traced loss into stages: one program for all if its blocks are a uniform chain."""

@@ -25,7 +25,7 @@ from .plan import StepPlan, plan_step, units_of_step
 from .replicas import Outer
 from .separation import wants_ranks
 from .spec import StepSpec
-from .statistics import own_statistics, warn_of_statistics
+from .statistics import statistics_outside_batch_norm, warn_of_statistics
 
 Found = Mapping[str, Any] | None
 
@@ -61,7 +61,7 @@ def _statistics(spec: StepSpec) -> Found:
     _, asked = wants_ranks(spec)
     if spec.options.separable:
         asked = [*asked, "separable=True"]
-    statistics = own_statistics(spec.model_spec.abstract)
+    statistics = statistics_outside_batch_norm(spec.model_spec.abstract)
     # If nothing asks for per-rank computation, such a model runs in global view.
     return {"path": statistics[0], "asked": " and ".join(asked)} if statistics and asked else None
 

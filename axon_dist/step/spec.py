@@ -83,7 +83,7 @@ class StepSpec:
         return math.prod(self.mesh.shape.get(axis, 1) for axis in self.strategy.batch_axes)
 
     @property
-    def num_shards(self) -> int:
+    def num_parts(self) -> int:
         """The number of parts of a batch whose losses are computed on their own, per rank."""
         return self.num_microbatches * self.num_ranks
 

@@ -131,7 +131,7 @@ def _of_parts(what: str, num_microbatches: int, instead: str) -> str:
     )
 
 
-def own_statistics(model: nnx.Module) -> list[Path]:
+def statistics_outside_batch_norm(model: nnx.Module) -> list[Path]:
     """Returns the paths of the batch statistics in modules other than BatchNorm and SpectralNorm.
 
     Args:

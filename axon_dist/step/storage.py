@@ -353,7 +353,7 @@ def traced(
     params: PyTree,
     buffers: PyTree,
     batch: Batch,
-    num_shards: int = 1,
+    num_parts: int = 1,
 ) -> LossTrace:
     """Traces the loss of a batch, for a model whose stacked blocks are split into layers.
 
@@ -364,7 +364,7 @@ def traced(
         params: shapes, with stacks split into blocks.
         buffers: arrays or shapes, in the model's form or with stacks split into blocks.
         batch: arrays or shapes.
-        num_shards: the number of parts whose sums are added up, of which this batch is one.
+        num_parts: the number of parts whose sums are added up, of which this batch is one.
 
     Returns:
         The program.
@@ -373,7 +373,7 @@ def traced(
     def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
         outcome = run(params, buffers, batch)
         loss = wide_pair(outcome.loss)
-        return loss.total, loss.weight, _flat(shard_metrics(outcome, num_shards)), outcome.buffers
+        return loss.total, loss.weight, _flat(shard_metrics(outcome, num_parts)), outcome.buffers
 
     program = forward if rewritten is None else rewritten(forward)
     if stacks.counts:

@@ -24,8 +24,8 @@ from axon_dist.prove import (
     prove,
     prove_strategy,
 )
-from axon_dist.prove.lattice import proven_outputs
 from axon_dist.prove.locate import frames_of
+from axon_dist.prove.rules import proven_outputs
 from axon_dist.prove.trace import subject_of
 from axon_dist.train.cli.main import main
 

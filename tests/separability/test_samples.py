@@ -56,7 +56,7 @@ def find(loss_fn, sizes=(4, 12)):
     values = follow_samples(trace, sizes, num_batch=8)
     one = follow_samples(lambda count: jax.make_jaxpr(lambda x: 1.0)(1.0), sizes, 0)[0]
     metrics = {name: (value, one) for name, value in zip(names, values[2:], strict=True)}
-    return dependence_of(values[0], values[1], metrics, {}, num_shards=sizes[1] / sizes[0])
+    return dependence_of(values[0], values[1], metrics, {}, num_parts=sizes[1] / sizes[0])
 
 
 def weighted(total, weight, **metrics):

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.step.statistics import own_statistics, synchronise_statistics
+from axon_dist.step.statistics import statistics_outside_batch_norm, synchronise_statistics
 
 X = jnp.asarray(np.float32(np.random.default_rng(0).normal(size=(16, 3))))
 
@@ -45,4 +45,4 @@ class Holder(nnx.Module):
 
 
 def test_statistics_outside_batch_norm_are_found():
-    assert own_statistics(Holder()) == ["own/seen"]
+    assert statistics_outside_batch_norm(Holder()) == ["own/seen"]

@@ -41,7 +41,7 @@ def proven_outputs(
         return {}
     # Regions that do not correspond raise a ValueError; such programs are not proven.
     with contextlib.suppress(ValueError):
-        return _Proof(sizes).run(real, oracle)
+        return _Relations(sizes).run(real, oracle)
     return {}
 
 
@@ -75,7 +75,7 @@ class _Step:
         return math.prod(self.sizes[axis] for axis in axes if axis not in read.over)
 
 
-class _Proof:
+class _Relations:
     """The relations of all values of a program on one mesh."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
