@@ -82,8 +82,7 @@ class Work:
         config, experts = self.config, self.config.experts
         if experts is None:
             return 0
-        hidden = experts.width or config.hidden_size
-        return config.num_layers * experts.count * 3 * config.width * hidden
+        return config.num_layers * experts.count * 3 * config.width * config.expert_size
 
 
 def theory(work: Work) -> dict[str, float]:

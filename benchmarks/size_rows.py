@@ -87,7 +87,7 @@ def active_params(config: TransformerConfig) -> int:
     experts = config.experts
     if experts is None:
         return num_params(config)
-    kernels = (3 if config.gated else 2) * config.width * (experts.width or config.hidden_size)
+    kernels = (3 if config.gated else 2) * config.width * config.expert_size
     idle = experts.count - experts.per_token
     return num_params(config) - config.num_layers * idle * kernels
 

@@ -72,7 +72,7 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
         # The only feed-forwards are those of experts, whose width is compared below.
         values["ffn_width"] = None
     for name, resolved in _OF_EXPERTS.items():
-        value = None if experts is None else getattr(experts, resolved)
-        is_default = name == "width" and experts is not None and value is None
-        values[f"experts.{name}"] = config.hidden_size if is_default else value
+        values[f"experts.{name}"] = None if experts is None else getattr(experts, resolved)
+    if experts is not None:
+        values["experts.width"] = config.expert_size
     return values

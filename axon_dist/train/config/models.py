@@ -240,7 +240,7 @@ class ModelKind:
     """A kind of model that a config can name.
 
     Args:
-        sizes: the dataclass of its sizes, which is the config section.
+        sizes: the dataclass of its sizes and options, which is the config section.
         make: makes the model from its sizes and `rngs`.
         task: the task of the model.
         presets: named sizes.
