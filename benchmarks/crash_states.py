@@ -36,7 +36,7 @@ from axon_dist.checkpoint import (
 )
 from axon_dist.core.files import Place, as_place
 from axon_dist.data.files import TextFile
-from axon_dist.data.store import Folder, Indexed
+from axon_dist.data.store import Indexed, TokenCache
 from axon_dist.train.app.resume import ProgramStore
 
 from . import power
@@ -134,7 +134,7 @@ def _cached() -> Kind:
         def document(path: Path, span: Any) -> Any:
             return iter([(ids, None)])
 
-        cache = Folder([TextFile("a.txt", folder / "a.txt")], str(folder / "cache"))
+        cache = TokenCache([TextFile("a.txt", folder / "a.txt")], str(folder / "cache"))
         return cache.tokens(source, [number], document).take(0)[0]
 
     def save(folder: Path, number: int) -> None:
@@ -153,7 +153,7 @@ def _samples_cached() -> Kind:
     """Where samples begin in packed documents, in a file of arrays."""
 
     def arrays(folder: Path, number: int) -> list[np.ndarray]:
-        cache = Folder([TextFile("a.txt", folder / "a.txt")], str(folder / "cache"))
+        cache = TokenCache([TextFile("a.txt", folder / "a.txt")], str(folder / "cache"))
         return cache.cached(f"rows-{number}", lambda: [np.arange(30) * number, np.ones(number)])
 
     def save(folder: Path, number: int) -> None:
@@ -178,7 +178,7 @@ def _indexed() -> Kind:
             digest(path.read_bytes())
             return [(0, number, 1, 0)]
 
-        cache = Folder([data], str(folder / "cache"))
+        cache = TokenCache([data], str(folder / "cache"))
         return cache.index([data], scan, f"kind {number}")[0].spans
 
     def save(folder: Path, number: int) -> None:

@@ -26,10 +26,17 @@ from .chat import (
     find_template,
     parse_conversation,
 )
-from .files import TextFile, check_disjoint, drawn, find_files, held_out_fraction, says_little
+from .files import (
+    TextFile,
+    check_disjoint,
+    find_files,
+    held_out_fraction,
+    held_out_mask,
+    small_training_share_note,
+)
 from .packing import PackedRows, TooLong
 from .samples import checksum, text_checksum
-from .store import Document, Folder, Span, TokenStore, digest_of
+from .store import Document, Span, TokenCache, TokenStore, digest_of
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, utf8
 
 Record = tuple[str, Any]
@@ -214,7 +221,7 @@ class DocumentSource:
             made_by["template"] = text_checksum(template.identity)
         document = functools.partial(self._document, tokenizer, template)
         files = self.find(self.files)
-        folder = Folder(files, self.cache)
+        folder = TokenCache(files, self.cache)
         documents = self.documents(folder, files, how, document)
         if self.validation_files:
             validation_files = self.find(self.validation_files)
@@ -222,7 +229,9 @@ class DocumentSource:
             train = documents
             validation = self.documents(folder, validation_files, how, document)
         else:
-            held_out = drawn(len(documents), held_out_fraction(self.validation_fraction), "records")
+            held_out = held_out_mask(
+                len(documents), held_out_fraction(self.validation_fraction), "records"
+            )
             train, validation = (documents.part(side) for side in (~held_out, held_out))
         chats = "" if template is None else f", chats as {template.name}"
         amounts = f"{len(train)} records for training, {len(validation)} for validation"
@@ -236,7 +245,7 @@ class DocumentSource:
             has_mask=self._has_mask,
             vocab_size=tokenizer.vocab_size,
             description=f"{', '.join(self.files)}: {amounts}, as {tokenizer.name}{chats}"
-            + says_little(len(train), len(validation), "records")
+            + small_training_share_note(len(train), len(validation), "records")
             + folder.note,
             show=tokenizer.decode,
             made_by=made_by,
@@ -249,7 +258,7 @@ class DocumentSource:
 
     def documents(
         self,
-        folder: Folder,
+        folder: TokenCache,
         files: Sequence[TextFile],
         how: Sequence[object],
         document: Callable[[Record], Document],
@@ -393,7 +402,7 @@ class StoredDocuments:
     store: TokenStore
     numbers: np.ndarray
     digest: str
-    folder: Folder
+    folder: TokenCache
 
     def __len__(self) -> int:
         return len(self.numbers)

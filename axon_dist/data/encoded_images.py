@@ -20,7 +20,7 @@ from .documents import DocumentSource, Record, StoredDocuments
 from .files import TextFile, find_files
 from .images import ImageSet, ImageSource, check_labels
 from .samples import checksum
-from .store import Document, Folder
+from .store import Document, TokenCache
 
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -274,7 +274,7 @@ class ImageRecords(ImageSource):
             )
         # `prompt` and `response` are the two fields that the source reads.
         reader = READERS[end](files=self.files, prompt=self.label, response=self.image)
-        folder = Folder(files, self.cache)
+        folder = TokenCache(files, self.cache)
         how = ["image", self.image, self.label]
         documents = reader.documents(folder, files, how, self._document)
         [labels] = documents.cached("labels", lambda: [_labels(documents)])

@@ -282,7 +282,7 @@ def held_out_fraction(fraction: float | None, validation_files: Sequence[str] = 
     return fraction
 
 
-def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
+def held_out_mask(count: int, fraction: float, what: str = "images") -> np.ndarray:
     """Draws a mask that selects a share of `count` items, the same mask every time.
 
     Raises:
@@ -313,7 +313,7 @@ def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) ->
         )
 
 
-def says_little(train: float, validation: float, what: str) -> str:
+def small_training_share_note(train: float, validation: float, what: str) -> str:
     """Returns a note for users if training has less than 80% of the data, else "".
 
     Args:
@@ -322,9 +322,9 @@ def says_little(train: float, validation: float, what: str) -> str:
         what: the unit of both amounts.
 
     Example:
-        >>> says_little(10, 205, "bytes")
+        >>> small_training_share_note(10, 205, "bytes")
         '; note that only 5% of the bytes are for training'
-        >>> says_little(90, 10, "bytes")
+        >>> small_training_share_note(90, 10, "bytes")
         ''
     """
     share = train / (train + validation)

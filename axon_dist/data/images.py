@@ -12,7 +12,14 @@ import numpy as np
 from axon_dist.core.errors import ConfigError, reworded
 from axon_dist.core.files import host_memory
 
-from .files import TextFile, check_disjoint, check_fits, drawn, find_files, held_out_fraction
+from .files import (
+    TextFile,
+    check_disjoint,
+    check_fits,
+    find_files,
+    held_out_fraction,
+    held_out_mask,
+)
 from .samples import checksum, random_of
 
 _MOST_IMAGES = 2**28
@@ -198,7 +205,7 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
         train = images
         validation = source.read(validation_files, shape, num_classes)
     else:
-        held_out = drawn(len(images), held_out_fraction(source.validation_fraction))
+        held_out = held_out_mask(len(images), held_out_fraction(source.validation_fraction))
         train = images.part(~held_out)
         validation = images.part(held_out)
     size = " x ".join(map(str, shape))

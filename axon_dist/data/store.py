@@ -338,7 +338,7 @@ Scan = Callable[[Path, Callable[[bytes], None]], list[Span]]
 """Reads a file, passes all of its bytes to a digest, and returns its parts."""
 
 
-class Folder:
+class TokenCache:
     """The folder of the token cache.
 
     Args:

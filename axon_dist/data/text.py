@@ -20,13 +20,13 @@ from .files import (
     check_fits,
     find_files,
     held_out_fraction,
-    says_little,
+    small_training_share_note,
     split_bytes,
     split_files,
     standard_library_files,
 )
 from .samples import checksum, text_checksum
-from .store import Document, Folder, Span
+from .store import Document, Span, TokenCache
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from .tokens import Joined, Text, Windows
 
@@ -132,7 +132,7 @@ def load_text(source: TextSource) -> Text:
         more["validation_bytes"] = len(streams[1])
     else:
         tokenizer = load_tokenizer(source.tokenizer)
-        folder = Folder(train, source.cache)
+        folder = TokenCache(train, source.cache)
         streams, digests = zip(
             *(_indexed(folder, side, tokenizer) for side in (train, validation)), strict=True
         )
@@ -148,7 +148,7 @@ def load_text(source: TextSource) -> Text:
         vocab_size=tokenizer.vocab_size,
         description=f"{origin}: {_amount(train)} for training, {_amount(validation)} for "
         f"validation, as {tokenizer.name}"
-        + says_little(_size(train), _size(validation), "bytes")
+        + small_training_share_note(_size(train), _size(validation), "bytes")
         + note,
         show=tokenizer.decode,
         **more,
@@ -189,7 +189,7 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
 
 
 def _indexed(
-    folder: Folder, files: Sequence[TextFile], tokenizer: Tokenizer
+    folder: TokenCache, files: Sequence[TextFile], tokenizer: Tokenizer
 ) -> tuple[Any, list[object]]:
     """Returns the tokens of files, each of them one document, and a key of what determines them."""
     indexed = [

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..core.errors import ConfigError, reworded
-from .files import check_disjoint, find_files, held_out_fraction, says_little
+from .files import check_disjoint, find_files, held_out_fraction, small_training_share_note
 from .samples import LocalBatch, checksum, num_windows, spread_starts, windows_at
 from .store import FileNumbers
 from .tokenizer import load_tokenizer
@@ -268,7 +268,7 @@ def map_tokens(source: TokenSource) -> Text:
         validation=validation,
         vocab_size=1 + max(end or 0, *(int(part.max(initial=0)) for part in seen)),
         description=f"{names}: {len(train)} tokens for training, {len(validation)} for validation"
-        + says_little(len(train), len(validation), "tokens"),
+        + small_training_share_note(len(train), len(validation), "tokens"),
         document_end=source.document_end,
         **more,
     )

@@ -4,7 +4,7 @@ In the order of a step: `layout.py` assigns blocks to stages and stages to ranks
 defines the stored form of their parameters. `loss_trace.py` traces the loss, and `uniform.py` or
 `switch.py` cuts the trace into stages. `stage.py` runs and differentiates one stage. `tables.py`
 turns a schedule into arrays, by which `executor.py` runs the stages. `optimizer.py` updates the
-stored parameters, with `owners.py`, `rows.py` and `tree_storage.py`. `vocabulary.py` splits
+stored parameters, with `owners.py`, `row_update.py` and `tree_storage.py`. `vocabulary.py` splits
 embeddings and heads over the ranks. This package does not depend on strategies;
 `step/pipeline_view.py` connects them.
 """

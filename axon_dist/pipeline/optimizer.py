@@ -25,7 +25,7 @@ from ..core.typing import Array, Function, Keys, Path, PyTree
 from ..ir.rows import Stacked, by_rows, whole
 from .layout import ParamLike, Stacks, Stages
 from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, owned
-from .rows import RowProgram
+from .row_update import RowProgram
 from .storage import StageStorage
 from .tables import Packing
 from .tree_storage import (

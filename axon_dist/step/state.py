@@ -205,7 +205,7 @@ class NonfiniteLoss:
         return f"step {self.step}: the loss is {self.loss}"
 
 
-def was_nonfinite(values: Mapping[str, float]) -> bool:
+def step_was_nonfinite(values: Mapping[str, float]) -> bool:
     """Whether the metrics of a step say that it was not finite; without a guard, its loss."""
     return bool(values[FLAG]) if FLAG in values else not math.isfinite(values["loss"])
 

@@ -29,12 +29,12 @@ from ...step import build_train_step
 POSITIONS, FEATURES = 8, 8
 """The sizes T and D of the samples."""
 
-NumericsCase: TypeAlias = Callable[[Array, Array], Array]
+SentinelFunction: TypeAlias = Callable[[Array, Array], Array]
 """Maps samples `[B, T, D]` and a kernel to any array."""
 
 
 @dataclasses.dataclass(frozen=True)
-class NumericsProgram:
+class Sentinel:
     """One operation.
 
     Args:
@@ -43,14 +43,14 @@ class NumericsProgram:
         core: whether it belongs to the quick subset, which has one operation of each kind.
     """
 
-    run: NumericsCase
+    run: SentinelFunction
     kernel: tuple[int, ...] = (FEATURES, FEATURES)
     core: bool = True
 
 
 def _convolution(
     dims: int, groups: int = 1, padding: Any = "SAME", image: bool = False, **options: Any
-) -> NumericsCase:
+) -> SentinelFunction:
     """Returns a convolution over positions, or over the samples as images `[B, T, D / 4, 4]`."""
     letters = "WHD"[:dims][::-1]
     numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
@@ -128,84 +128,70 @@ def _repeated(x: Array, kernel: Array) -> Array:
     return jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ kernel), x)
 
 
-SENTINELS: MappingProxyType[str, NumericsProgram] = MappingProxyType(
+SENTINELS: MappingProxyType[str, Sentinel] = MappingProxyType(
     {
-        "conv": NumericsProgram(_convolution(1), (3, 8, 8)),
-        "conv_strided": NumericsProgram(_convolution(1, window_strides=(2,)), (3, 8, 8)),
-        "conv_dilated": NumericsProgram(_convolution(1, rhs_dilation=(2,)), (3, 8, 8), core=False),
-        "conv_valid": NumericsProgram(_convolution(1, padding="VALID"), (3, 8, 8), core=False),
-        "conv_transposed": NumericsProgram(
+        "conv": Sentinel(_convolution(1), (3, 8, 8)),
+        "conv_strided": Sentinel(_convolution(1, window_strides=(2,)), (3, 8, 8)),
+        "conv_dilated": Sentinel(_convolution(1, rhs_dilation=(2,)), (3, 8, 8), core=False),
+        "conv_valid": Sentinel(_convolution(1, padding="VALID"), (3, 8, 8), core=False),
+        "conv_transposed": Sentinel(
             _convolution(1, padding=((1, 2),), lhs_dilation=(2,)), (3, 8, 8), core=False
         ),
-        "conv_grouped": NumericsProgram(_convolution(1, groups=2), (3, 4, 8)),
-        "conv_depthwise": NumericsProgram(_convolution(1, groups=8), (3, 1, 8)),
-        "conv_multiplied": NumericsProgram(_convolution(1, groups=8), (3, 1, 16), core=False),
-        "conv_causal": NumericsProgram(_convolution(1, groups=8, padding=((3, 0),)), (4, 1, 8)),
-        "conv2d": NumericsProgram(_convolution(2, image=True), (3, 3, 4, 8)),
-        "conv2d_strided": NumericsProgram(
+        "conv_grouped": Sentinel(_convolution(1, groups=2), (3, 4, 8)),
+        "conv_depthwise": Sentinel(_convolution(1, groups=8), (3, 1, 8)),
+        "conv_multiplied": Sentinel(_convolution(1, groups=8), (3, 1, 16), core=False),
+        "conv_causal": Sentinel(_convolution(1, groups=8, padding=((3, 0),)), (4, 1, 8)),
+        "conv2d": Sentinel(_convolution(2, image=True), (3, 3, 4, 8)),
+        "conv2d_strided": Sentinel(
             _convolution(2, image=True, window_strides=(2, 2)), (3, 3, 4, 8), core=False
         ),
-        "conv2d_depthwise": NumericsProgram(_convolution(2, 4, image=True), (3, 3, 1, 4)),
-        "conv_patches": NumericsProgram(
+        "conv2d_depthwise": Sentinel(_convolution(2, 4, image=True), (3, 3, 1, 4)),
+        "conv_patches": Sentinel(
             _convolution(2, image=True, padding="VALID", window_strides=(2, 2)), (2, 2, 4, 8)
         ),
-        "dot": NumericsProgram(lambda x, k: x @ k),
-        "dot_over_positions": NumericsProgram(lambda x, k: jnp.einsum("btd,ts->bsd", x, k)),
-        "dot_of_all": NumericsProgram(lambda x, k: x.reshape(len(x), -1) @ k, (64, 8), core=False),
-        "dot_of_samples": NumericsProgram(lambda x, k: jnp.einsum("btd,bsd->bts", x @ k, x)),
-        "dot_of_experts": NumericsProgram(
-            lambda x, k: jnp.einsum("btd,edf->betf", x, k), (2, 8, 4)
-        ),
-        "ragged_dot": NumericsProgram(_ragged, (2, 8, 8)),
-        "attention": NumericsProgram(_attend, (8, 24)),
-        "recurrent": NumericsProgram(_recurrent),
-        "repeated": NumericsProgram(_repeated, core=False),
-        "rematerialised": NumericsProgram(
-            jax.checkpoint(lambda x, k: jnp.tanh(x @ k) @ k), core=False
-        ),
-        "chosen": NumericsProgram(_conditional, core=False),
-        "solve": NumericsProgram(lambda x, k: jnp.linalg.solve(_matrix(k), x.swapaxes(1, 2))),
-        "cholesky": NumericsProgram(lambda x, k: x @ jnp.linalg.cholesky(_matrix(k)), core=False),
-        "fft": NumericsProgram(lambda x, k: jnp.abs(jnp.fft.rfft(x @ k, axis=1)) ** 2),
-        "embedding": NumericsProgram(lambda x, k: k[_numbers(x)]),
-        "taken_along": NumericsProgram(
+        "dot": Sentinel(lambda x, k: x @ k),
+        "dot_over_positions": Sentinel(lambda x, k: jnp.einsum("btd,ts->bsd", x, k)),
+        "dot_of_all": Sentinel(lambda x, k: x.reshape(len(x), -1) @ k, (64, 8), core=False),
+        "dot_of_samples": Sentinel(lambda x, k: jnp.einsum("btd,bsd->bts", x @ k, x)),
+        "dot_of_experts": Sentinel(lambda x, k: jnp.einsum("btd,edf->betf", x, k), (2, 8, 4)),
+        "ragged_dot": Sentinel(_ragged, (2, 8, 8)),
+        "attention": Sentinel(_attend, (8, 24)),
+        "recurrent": Sentinel(_recurrent),
+        "repeated": Sentinel(_repeated, core=False),
+        "rematerialised": Sentinel(jax.checkpoint(lambda x, k: jnp.tanh(x @ k) @ k), core=False),
+        "chosen": Sentinel(_conditional, core=False),
+        "solve": Sentinel(lambda x, k: jnp.linalg.solve(_matrix(k), x.swapaxes(1, 2))),
+        "cholesky": Sentinel(lambda x, k: x @ jnp.linalg.cholesky(_matrix(k)), core=False),
+        "fft": Sentinel(lambda x, k: jnp.abs(jnp.fft.rfft(x @ k, axis=1)) ** 2),
+        "embedding": Sentinel(lambda x, k: k[_numbers(x)]),
+        "taken_along": Sentinel(
             lambda x, k: jnp.take_along_axis(x @ k, _numbers(x)[..., None], 2), core=False
         ),
-        "scattered": NumericsProgram(lambda x, k: jnp.zeros((8, 8)).at[_numbers(x)].add(x @ k)),
-        "segments": NumericsProgram(_segments, core=False),
-        "sorted": NumericsProgram(lambda x, k: jnp.sort(x @ k, axis=1) * jnp.arange(8.0)),
-        "top": NumericsProgram(
-            lambda x, k: jax.lax.top_k(x @ k, 3)[0] * jnp.arange(3.0), core=False
-        ),
-        "rolled": NumericsProgram(lambda x, k: jnp.roll(x @ k, 1, axis=1) * x),
-        "flipped": NumericsProgram(lambda x, k: jnp.flip(x @ k, axis=1) * x, core=False),
-        "shifted": NumericsProgram(lambda x, k: (x @ k)[:, 1:] * x[:, :-1]),
-        "padded": NumericsProgram(
-            lambda x, k: jnp.pad(x @ k, ((0, 0), (2, 1), (0, 3))), core=False
-        ),
-        "joined": NumericsProgram(
+        "scattered": Sentinel(lambda x, k: jnp.zeros((8, 8)).at[_numbers(x)].add(x @ k)),
+        "segments": Sentinel(_segments, core=False),
+        "sorted": Sentinel(lambda x, k: jnp.sort(x @ k, axis=1) * jnp.arange(8.0)),
+        "top": Sentinel(lambda x, k: jax.lax.top_k(x @ k, 3)[0] * jnp.arange(3.0), core=False),
+        "rolled": Sentinel(lambda x, k: jnp.roll(x @ k, 1, axis=1) * x),
+        "flipped": Sentinel(lambda x, k: jnp.flip(x @ k, axis=1) * x, core=False),
+        "shifted": Sentinel(lambda x, k: (x @ k)[:, 1:] * x[:, :-1]),
+        "padded": Sentinel(lambda x, k: jnp.pad(x @ k, ((0, 0), (2, 1), (0, 3))), core=False),
+        "joined": Sentinel(
             lambda x, k: jnp.concatenate([x @ k, x[:, :2]], 1) * jnp.arange(10.0)[:, None],
             core=False,
         ),
-        "norm": NumericsProgram(_normal),
-        "softmax": NumericsProgram(lambda x, k: jax.nn.softmax(x @ k, axis=1) * x, core=False),
-        "logsumexp": NumericsProgram(lambda x, k: jax.nn.logsumexp(x @ k, axis=(1, 2)), core=False),
-        "largest": NumericsProgram(lambda x, k: (x @ k).max(1), core=False),
-        "batch_norm": NumericsProgram(
-            lambda x, k: (x @ k - (x @ k).mean((0, 1))) * jnp.arange(8.0)
-        ),
-        "summed_up": NumericsProgram(lambda x, k: jnp.cumsum(x @ k, axis=1)),
-        "multiplied_up": NumericsProgram(
-            lambda x, k: jnp.cumprod(jnp.tanh(x @ k), axis=1), core=False
-        ),
-        "associative": NumericsProgram(
+        "norm": Sentinel(_normal),
+        "softmax": Sentinel(lambda x, k: jax.nn.softmax(x @ k, axis=1) * x, core=False),
+        "logsumexp": Sentinel(lambda x, k: jax.nn.logsumexp(x @ k, axis=(1, 2)), core=False),
+        "largest": Sentinel(lambda x, k: (x @ k).max(1), core=False),
+        "batch_norm": Sentinel(lambda x, k: (x @ k - (x @ k).mean((0, 1))) * jnp.arange(8.0)),
+        "summed_up": Sentinel(lambda x, k: jnp.cumsum(x @ k, axis=1)),
+        "multiplied_up": Sentinel(lambda x, k: jnp.cumprod(jnp.tanh(x @ k), axis=1), core=False),
+        "associative": Sentinel(
             lambda x, k: jax.lax.associative_scan(lambda a, b: a * 0.5 + b, x @ k, axis=1),
             core=False,
         ),
-        "mean_pooled": NumericsProgram(functools.partial(_pooled, start=0.0, reduce=jax.lax.add)),
-        "max_pooled": NumericsProgram(
-            functools.partial(_pooled, start=-math.inf, reduce=jax.lax.max)
-        ),
+        "mean_pooled": Sentinel(functools.partial(_pooled, start=0.0, reduce=jax.lax.add)),
+        "max_pooled": Sentinel(functools.partial(_pooled, start=-math.inf, reduce=jax.lax.max)),
     }
 )
 """All operations by name."""
@@ -252,7 +238,7 @@ class SplitPositions(ContextLayers):
             return call(module, layout.constrain(x))
 
         for _, module in list(nnx.iter_modules(model)):
-            if isinstance(module, Guarded):
+            if isinstance(module, SentinelModule):
                 wrap_calls(module, {"__call__": pin})
 
 
@@ -282,7 +268,7 @@ LAYOUTS: MappingProxyType[str, LayoutCase] = MappingProxyType(
         "samples over one axis of two": LayoutCase(("dp", "tp"), ddp),
         "samples over the last axis": LayoutCase(("tp", "dp"), ddp, core=False),
         "positions over one axis of two": LayoutCase(("tp", "cp"), _split),
-        "positions over the other axis": LayoutCase(
+        "samples over one axis, positions over the other": LayoutCase(
             ("dp", "cp"), lambda: _split(ddp()), core=False
         ),
         "moments split": LayoutCase(("dp", "tp"), lambda: zero(1, min_elements=1), core=False),
@@ -297,7 +283,7 @@ LAYOUTS: MappingProxyType[str, LayoutCase] = MappingProxyType(
 """The layouts by name."""
 
 
-class Guarded(nnx.Module):
+class SentinelModule(nnx.Module):
     """A matrix product followed by one operation.
 
     Args:
@@ -305,7 +291,7 @@ class Guarded(nnx.Module):
         rngs: source of the weights.
     """
 
-    def __init__(self, sentinel: NumericsProgram, rngs: nnx.Rngs):
+    def __init__(self, sentinel: Sentinel, rngs: nnx.Rngs):
         def draw(*shape):
             return nnx.Param(0.5 * jax.random.normal(rngs.params(), shape))
 
@@ -318,7 +304,7 @@ class Guarded(nnx.Module):
         return jnp.mean(jnp.sin(self.run(jnp.tanh(x @ self.inner[...]), self.kernel[...])))
 
 
-class Guard(nnx.Module):
+class SentinelsModule(nnx.Module):
     """Many independent operations in one model, so that one program checks them all.
 
     Args:
@@ -327,11 +313,11 @@ class Guard(nnx.Module):
     """
 
     def __init__(self, names: Iterable[str], rngs: nnx.Rngs):
-        self.guarded = nnx.Dict({name: Guarded(SENTINELS[name], rngs) for name in names})
+        self.sentinels = nnx.Dict({name: SentinelModule(SENTINELS[name], rngs) for name in names})
 
     def __call__(self, x: Array) -> Array:
         """Returns the sum of all outputs."""
-        return sum((guarded(x) for guarded in self.guarded.values()), jnp.zeros(()))
+        return sum((sentinel(x) for sentinel in self.sentinels.values()), jnp.zeros(()))
 
 
 def check_numerics(
@@ -374,7 +360,7 @@ def check_numerics(
     draws = np.random.default_rng(0).normal(size=(samples, POSITIONS, FEATURES))
     batch = {"x": draws.astype(np.float32)}
     with jax.default_matmul_precision("highest"):
-        expected = _on_one(Guard(selected, nnx.Rngs(0)), batch, devices[0])
+        expected = _on_one(SentinelsModule(selected, nnx.Rngs(0)), batch, devices[0])
         findings: list[Finding] = []
         for layout in (name for name, row in LAYOUTS.items() if full or row.core):
             for path, got in _laid_out(LAYOUTS[layout], selected, batch, devices).items():
@@ -402,7 +388,7 @@ def _laid_out(
 ) -> dict[str, Array]:
     sizes = {row.axes[0]: len(devices) // 2, row.axes[1]: 2}
     world = World.init(sizes, list(devices))
-    model = Guard(names, nnx.Rngs(0))
+    model = SentinelsModule(names, nnx.Rngs(0))
     step = build_train_step(model, optax.sgd(0.1), _loss, row.strategy(), world)
     grads, _ = step.gradients(step.init(), batch)
     return dict(leaves_with_paths(grads))

@@ -18,7 +18,7 @@ import jax
 from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
-from ...step.state import FLAG, OVERFLOW, SPIKE, NonfiniteLoss, TrainState, was_nonfinite
+from ...step.state import FLAG, OVERFLOW, SPIKE, NonfiniteLoss, TrainState, step_was_nonfinite
 from .limits import INTERRUPTIONS, LoopOptions
 from .progress import Progress, Status
 from .writers import MetricWriter
@@ -519,7 +519,7 @@ class MetricRecorder:
         self._write(now)
 
     def _take(self, step: int, values: dict[str, float]) -> None:
-        lost = was_nonfinite(values)
+        lost = step_was_nonfinite(values)
         if self.nonfinite is None and lost and not self.skips:
             self.nonfinite = NonfiniteLoss(step, values["loss"])
         if self.nonfinite is not None:

@@ -209,7 +209,7 @@ class Trainer:
             kind.check("a Trainer", name, getattr(self, name))
         STATE.check("fit", "state", state)
         self.options.validate()
-        self._check_policy()
+        self._check_functions()
         # A process that takes fewer steps would leave the others waiting for it.
         agree(self.step.world, "loop", dataclasses.asdict(self.options))
         sheet = TimeSheet()
@@ -281,7 +281,7 @@ class Trainer:
     def _policy(self) -> Nonfinite | None:
         return self.step.options.nonfinite
 
-    def _check_policy(self) -> None:
+    def _check_functions(self) -> None:
         if self._policy is Nonfinite.ROLLBACK and self.go_back is None:
             raise ConfigError(
                 "the step was built with nonfinite='rollback', but the trainer has no go_back; "
