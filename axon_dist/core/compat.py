@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -585,13 +586,32 @@ def outside_meshes() -> Any:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+
+
+def is_library_file(name: str) -> bool:
+    """Whether a source file is installed, or is one of Python's own, and so not the user's.
+
+    Example:
+        >>> is_library_file("/usr/lib/python3/dist-packages/flax/core.py")
+        True
+        >>> is_library_file("/home/ann/my-site-packages-of-2020/train.py")
+        False
+    """
+    file = Path(name)
+    # Python's imports run in frames of files such as `<frozen importlib._bootstrap>`.
+    is_python = file.is_relative_to(_STANDARD_LIBRARY) or name.startswith("<frozen ")
+    # Debian installs its packages into folders of the second name.
+    return is_python or not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+
+
 def source_line(equation: JaxprEqn) -> str:
     """The user's source line that made an equation, as `file.py:12`; "" if unknown.
 
     It is the innermost line outside installed packages, or else the innermost of all.
     """
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
-    outside = [frame for frame in frames if "site-packages" not in frame.file_name]
+    outside = [frame for frame in frames if not is_library_file(frame.file_name)]
     first = (outside or frames)[:1]
     return f"{os.path.basename(first[0].file_name)}:{first[0].start_line}" if first else ""
 

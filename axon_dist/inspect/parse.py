@@ -106,7 +106,7 @@ def source_lines(lines: list[str]) -> dict[int, str]:
     }
 
 
-_LIBRARIES = re.compile(r"site-packages/(?:flax|jax|jaxlib|optax)/")
+_LIBRARIES = re.compile(r"(?:site|dist)-packages/(?:flax|jax|jaxlib|optax)/")
 
 
 def own_lines(lines: list[str]) -> dict[int, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..core.arguments import COUNT
+from ..core.compat import is_library_file
 from ..core.errors import AxonDistError, MeshError
 from .inputs import draws_of
 from .locate import Search, align, finding, frames_of
@@ -260,7 +260,6 @@ def _refused(error: Exception, sizes: Mapping[str, int], subject: Subject) -> Fi
 
 
 _PACKAGE = Path(__file__).parents[1]
-_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def _is_users_file(name: str) -> bool:
@@ -268,11 +267,7 @@ def _is_users_file(name: str) -> bool:
 
     Whole folders are compared, because a user's folder may have the name of this package, too.
     """
-    file = Path(name)
-    # Python's imports run in frames of files such as `<frozen importlib._bootstrap>`.
-    is_python = file.is_relative_to(_STANDARD_LIBRARY) or name.startswith("<frozen ")
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
-    return not (is_python or is_installed or file.is_relative_to(_PACKAGE))
+    return not (is_library_file(name) or Path(name).is_relative_to(_PACKAGE))
 
 
 def _is_within(sizes: Mapping[str, int], other: Mapping[str, int]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..core.compat import Frame, scan_counts, source_frames
+from ..core.compat import Frame, is_library_file, scan_counts, source_frames
 from ..ir.factors import ALONG_ONE, RESHAPES, Role, factors
 from .meshes import title_of
 from .program import COPIES, DRAWS, RANK_SUMS, Operation, Region, Value, is_key
@@ -79,8 +79,8 @@ def frames_of(operation: Operation, is_gradient: bool = False) -> tuple[Frame, .
             forward pass.
     """
     inner, asked = source_frames(operation.equation, operation.callers)
-    inner = [frame for frame in inner if "site-packages" not in frame.file] or inner
-    if is_gradient and asked is not None and "site-packages" not in asked.file:
+    inner = [frame for frame in inner if not is_library_file(frame.file)] or inner
+    if is_gradient and asked is not None and not is_library_file(asked.file):
         inner = [asked, *(frame for frame in inner if frame != asked)]
     return tuple(inner)
 

@@ -243,8 +243,9 @@ def test_planes_of_each_kind_of_device():
     assert not list(_events(plane("/host:CPU", "python", "train_step", step_num=1)))
 
 
-def test_frames_of_libraries_are_passed_over():
-    assert own_lines(list(PROGRAM.splitlines())) == {
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_frames_of_libraries_are_passed_over(folder):
+    assert own_lines(PROGRAM.replace("site-packages", folder).splitlines()) == {
         1: "model.py:7",
         2: "model.py:7",
         3: "attention.py:9",
