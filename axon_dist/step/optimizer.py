@@ -123,19 +123,19 @@ def trace_update(optimizer: optax.GradientTransformationExtraArgs, model_spec: M
     error = result
     if any(name in str(error) for name in ("obj_fn", "value_fn", "grad_fn")):
         raise ConfigError(
-            f"the optimizer calls the loss itself: {_first_line(error)} "
+            f"the optimizer calls the loss itself: {_shortened(error)} "
             f"({type(error).__name__}). An update is given gradients, state, parameters and "
             "value=, the loss; use one that needs only these, such as optax.adamw, or for "
             "optax.contrib.sam its opaque_mode=False"
         ) from error
     if isinstance(error, AttributeError) and error.name in ("fast", "slow"):
         raise ConfigError(
-            f"the optimizer keeps two copies of the parameters: {_first_line(error)}. It wants "
+            f"the optimizer keeps two copies of the parameters: {_shortened(error)}. It wants "
             "optax.LookaheadParams(fast, slow), and a step has one copy; use the optimizer that "
             "optax.lookahead wraps, and ema=0.999 of build_train_step for averaged parameters"
         ) from error
     raise ConfigError(
-        f"the optimizer cannot work on the parameters of the model: {_first_line(error)} "
+        f"the optimizer cannot work on the parameters of the model: {_shortened(error)} "
         f"({type(error).__name__}). It is given the parameters as a nested dict, "
         "nnx.to_pure_dict(nnx.state(model, nnx.Param)), or as that nnx.State; if it has a mask or "
         "labels, give them as a function, such as mask=lambda params: jax.tree.map(lambda x: "
@@ -237,7 +237,7 @@ def _sorted(positions: list[int], tree: PyTree) -> list[Any]:
     return [leaf for _, leaf in sorted(pairs, key=operator.itemgetter(0))]
 
 
-def _first_line(error: Exception) -> str:
+def _shortened(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 

@@ -220,9 +220,15 @@ def _compiled(
     begun = time.perf_counter()
     if not variant.as_config and step.strategy.remat != variant.remat:
         # Otherwise the row would show the times of another program.
+        what = "compare by that strategy's own options"
+        if step.strategy.pipeline is not None:
+            what = (
+                "the stages of a pipeline have only the option backward, which takes the policy "
+                "but neither interval nor classes; leave these out of the variant"
+            )
         raise ConfigError(
             f"the strategy {step.strategy.name} recomputes {step.strategy.remat} in place of "
-            f"{variant.remat}; compare by that strategy's own options"
+            f"{variant.remat}; {what}"
         )
     compiled = step.lower(batch).compile()
     return step, compiled, time.perf_counter() - begun

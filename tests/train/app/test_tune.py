@@ -78,6 +78,15 @@ def test_a_row_that_its_strategy_would_change_says_so_with_what_to_do(tiny, monk
         tune(RunConfig.from_dict(own), 1, 1, (every,))
 
 
+def test_a_row_whose_blocks_a_pipeline_cannot_choose_says_which_options_it_lacks(tiny):
+    model = tiny["model"] | {"num_layers": 2}
+    changes = {"mesh": "pp=2", "devices": {"emulate": 2}}
+    stages = tiny | changes | {"model": model, "parallel": {"pipeline": {"num_microbatches": 4}}}
+    second = Variant("second", remat=ActivationCheckpointing(interval=2), as_config=False)
+    with pytest.raises(ConfigError, match=r"only the option backward.* neither interval nor"):
+        tune(RunConfig.from_dict(stages), 1, 1, (second,))
+
+
 @pytest.mark.full
 def test_the_verb_writes_its_figures(tiny, tmp_path):
     config = tmp_path / "config.yaml"
