@@ -42,7 +42,6 @@ from .abstract_values import (
 )
 from .one_sample import Aligned, aligned_equations, is_loose, relay, relayed, value_of_loose
 from .operation import (
-    RESIZED,
     RUN_ONCE,
     WITHIN,
     Constant,
@@ -51,7 +50,6 @@ from .operation import (
     PairValues,
     Shapes,
     all_constant,
-    are_equal,
     are_equal_keys,
     constant,
     counts,
@@ -66,6 +64,7 @@ from .operation import (
     operation,
     promised,
     pullback,
+    why_unequal,
 )
 from .rules import SAMPLE_RULES, is_transposed, narrows, unknown, unread
 
@@ -247,8 +246,8 @@ class Walk:
         try:
             result = self._loose(op, operands) if self._is_single else None
             is_known = name in SAMPLE_RULES or all_constant(operands)
-            if result is None and is_known and not are_equal(op):
-                result = coupled(f"takes `{name}` {RESIZED}", "")
+            if result is None and is_known and (why := why_unequal(op)):
+                result = coupled(why, "")
             if result is not None:
                 return self._numbered(op, operands, [with_line(result, line)] * count)
             result = rule(op, operands)

@@ -193,27 +193,35 @@ _SIZED = frozenset(
 """Parameters that follow from sizes, which the rules compare, or that do not change results."""
 
 
-def are_equal(op: Operation) -> bool:
-    """Whether an operation's parameters are equal for a part and the whole, except for sizes.
+def why_unequal(op: Operation) -> str:
+    """Says why an operation's parameters differ between a part and the whole, except for sizes.
 
     Functions are not compared, as each trace makes them anew: what they compute is also a program
     among the parameters. Only the user's function of a callback has none.
 
+    Returns:
+        A verb phrase about the result; "" if the parameters are equal.
+
     Example:
         >>> square = {"y": 2}
-        >>> are_equal(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
-        False
+        >>> why_unequal(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
+        'takes `integer_pow` with sizes or other parameters that follow from the number of samples'
+        >>> why_unequal(Operation("integer_pow", square, {"y": 2}, (), (), ("f", "f")))
+        ''
     """
     for name, one in op.part_params.items():
         other = op.whole_params.get(name)
         if name == "callback" and not same(callback_function(one), callback_function(other)):
-            return False
+            # It may read the number of samples, or be an object that nothing compares.
+            return f"takes `{op.name}` {REMADE}"
         if name in _SIZED or one is other or (callable(one) and callable(other)):
             continue
         is_array = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
-        if not (np.array_equal(one, other) if is_array else one == other or str(one) == str(other)):
-            return False
-    return True
+        # The text of a program may have the address of a function, which each trace makes anew.
+        is_equal = np.array_equal(one, other) if is_array else one == other
+        if not (is_equal or (not is_array and str(one) == str(other)) or same(one, other)):
+            return f"takes `{op.name}` {RESIZED}"
+    return ""
 
 
 def are_equal_keys(one: Any, other: Any) -> bool:
@@ -358,6 +366,12 @@ NOT_FIRST = (
 
 RESIZED = "with sizes or other parameters that differ from one number of samples to another"
 """The end of a reason: the operation's parameters depend on the number of samples."""
+
+REMADE = (
+    "of a Python function that is another one in each trace, which may depend on the number of "
+    "samples; make it outside the loss function"
+)
+"""The end of a reason: the function of a callback is not known to be the same."""
 
 WITHIN = (
     "within a function that axon_dist.per_sample marks, where every rank would draw the same; draw "

@@ -32,15 +32,14 @@ from .abstract_values import (
 )
 from .indexing import INDEXING
 from .operation import (
-    RESIZED,
     Operation,
     Rule,
     all_constant,
-    are_equal,
     as_rows,
     grown,
     not_numbered,
     only_numbers,
+    why_unequal,
 )
 
 
@@ -500,8 +499,8 @@ def unknown(op: Operation, values: list[Value]) -> Value:
     if not values and op.name in ("platform_index", "empty", "create_token"):
         return CONSTANT
     if values and all(v.is_constant or (v.is_rows and v.dim is None) for v in values) and fixed:
-        if not are_equal(op):
-            raise Coupling(f"takes `{op.name}` {RESIZED}")
+        if why := why_unequal(op):
+            raise Coupling(why)
         return Value(Kind.ROWS)
     raise Coupling(unread(op.name))
 

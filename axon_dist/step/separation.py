@@ -43,7 +43,7 @@ from ..separability.abstract_values import (
     Why,
     same_scale,
 )
-from ..separability.operation import RESIZED
+from ..separability.operation import REMADE, RESIZED
 from .loss_sums import LOSS, Finalize, FunctionOfSums, rescale_parts, sum_name
 from .model_spec import ModelSpec
 from .objective import ModelChange
@@ -110,6 +110,10 @@ _INSTEAD: MappingProxyType[str, str] = MappingProxyType(
         Why.PRODUCT: (
             "Take a product of means, such as a load-balance loss, over the tokens of each sample "
             "and then the mean over the samples (arXiv:2405.04434)"
+        ),
+        REMADE: (
+            "Make that function once, outside the loss function, without numbers of the batch, or "
+            "give it what it reads as an operand"
         ),
         Why.UNEVEN: _PAIRS,
         ALONE: _PAIRS,

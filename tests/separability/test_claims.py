@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from axon_dist import per_sample
 from axon_dist.separability.abstract_values import Kind, Value
@@ -89,6 +91,22 @@ def times_of(count, x):
     return jax.pure_callback(lambda x: np.float32(x * count), like, x)
 
 
+def remade(x):
+    """A foreign function that is an object without equality, which each trace makes."""
+    return jax.pure_callback(np.vectorize(np.tanh), jax.ShapeDtypeStruct(np.shape(x), "float32"), x)
+
+
+HALVED = Primitive("halved")
+HALVED.def_abstract_eval(lambda x, made: x)
+HALVED.def_impl(lambda x, made: x / 2)
+mlir.register_lowering(HALVED, mlir.lower_fun(lambda x, made: x / 2, multiple_results=False))
+
+
+def halved_of(count):
+    """An operation without a rule that has a function of a number."""
+    return lambda row: HALVED.bind(row, made=(lambda x: x * count,)).sum()
+
+
 SUM = jax.ops.segment_sum
 CLAIMS = {
     "a total looked up in a loop over the samples": (
@@ -121,7 +139,7 @@ CLAIMS = {
     ),
     "a foreign call that multiplies a constant by the number of samples": (
         lambda x, y, w: x.mean() * times_of(len(x), 2.0),
-        "`pure_callback` with sizes or other parameters that differ",
+        "`pure_callback` of a Python function that is another one in each trace",
     ),
     "a foreign call that multiplies a constant by a number": (
         lambda x, y, w: x.mean() * times_of(3, 2.0),
@@ -129,7 +147,23 @@ CLAIMS = {
     ),
     "a foreign call that multiplies a sample by the number of samples": (
         lambda x, y, w: lax.map(lambda row: times_of(len(x), row).sum(), x).sum(),
-        "`pure_callback` with sizes or other parameters that differ",
+        "`pure_callback` of a Python function that is another one in each trace",
+    ),
+    "a foreign call of an object that each trace makes": (
+        lambda x, y, w: x.mean() * remade(2.0),
+        "`pure_callback` of a Python function that is another one in each trace",
+    ),
+    "a foreign call of a sample to an object that each trace makes": (
+        lambda x, y, w: lax.map(lambda row: remade(row).sum(), x).sum(),
+        "`pure_callback` of a Python function that is another one in each trace",
+    ),
+    "an unknown operation of a sample that has functions of each trace": (
+        lambda x, y, w: lax.map(lambda row: HALVED.bind(row, made=(lambda x: x,)).sum(), x).sum(),
+        "total",
+    ),
+    "an unknown operation of a sample that has functions of the number of samples": (
+        lambda x, y, w: lax.map(halved_of(len(x)), x).sum(),
+        "`halved` with sizes or other parameters that differ",
     ),
     "a foreign call of a sample": (
         lambda x, y, w: lax.map(lambda row: foreign(row).sum(), x).sum(),

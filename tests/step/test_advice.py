@@ -82,7 +82,26 @@ def spectrum(dim):
     return lambda model, batch: jnp.mean(jnp.abs(jnp.fft.fft(model(batch["x"]), axis=dim)))
 
 
+TANH = np.vectorize(np.tanh)
+
+
+def scaled_by(make):
+    """A loss that a foreign function scales."""
+
+    def loss_fn(model, batch):
+        like = jax.ShapeDtypeStruct((), jnp.float32)
+        scale = jax.pure_callback(make(), like, jnp.float32(2))
+        return mapped(model, batch) * jax.lax.stop_gradient(scale)
+
+    return loss_fn
+
+
 ROWS = {
+    "a foreign function of each trace": (
+        scaled_by(lambda: np.vectorize(np.tanh)),
+        "another one in each trace.* Make that function once, outside the loss function",
+        scaled_by(lambda: TANH),
+    ),
     "a transform": (
         spectrum(0),
         "loss takes `fft` with sizes or other parameters that differ",
@@ -110,6 +129,15 @@ def test_advised_settings_are_not_refused(row):
     with pytest.raises(UnsupportedError, match=words):
         build(refused)
     build(followed)
+
+
+def test_a_foreign_function_of_each_trace_is_not_advised_to_have_more_samples():
+    with pytest.raises(UnsupportedError, match="another one in each trace") as refused:
+        build_train_step(
+            linear, optax.sgd(0.1), ROWS["a foreign function of each trace"][0],
+            ddp(bucket_capacity=4), WORLD, accumulate=4, batch=BATCH,
+        )  # fmt: skip
+    assert "two samples or more" not in str(refused.value)
 
 
 # What every advice does for a loop over microbatches; buckets read the same proof.
