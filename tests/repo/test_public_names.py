@@ -32,6 +32,7 @@ MOVED = [
 """Old places that still have their names, a name each, and the places that have them now."""
 
 RENAMED = [
+    ("axon_dist.optim", "matrices", "decayed"),
     ("axon_dist.planner", "Arrangement", "Candidate"),
     ("axon_dist.optim", "matrices", "decayed"),
     ("axon_dist.planner", "StepTime", "StepCost"),
@@ -65,6 +66,12 @@ def test_an_old_name_works_and_warns(place, old, new):
     assert value is getattr(module, new)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         getattr(module, "noth" + "ing")
+
+
+@pytest.mark.parametrize("place", sorted({place for place, _, _ in RENAMED}))
+def test_a_place_with_old_names_offers_no_name_of_how_they_are_kept(place):
+    module = importlib.import_module(place)
+    assert not hasattr(module, "renamed_names")
 
 
 def test_the_top_lists_what_most_programs_need():
