@@ -130,7 +130,7 @@ KEYED = {
 }
 
 
-@pytest.mark.sample("buckets", "pipeline")
+@pytest.mark.sample("pipeline")
 @pytest.mark.parametrize("row", KEYED)
 def test_keys_that_the_model_replaces_advance_as_on_one_device(row):
     mesh, strategy, options = KEYED[row]

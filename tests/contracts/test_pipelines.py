@@ -508,6 +508,7 @@ def test_blocks_are_found_by_name_or_class_and_in_lists_of_lists():
         assert block_keys(Net(), names) == want
 
 
+@pytest.mark.full
 def test_statistics_outside_blocks_are_told_of():
     net = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 16, rngs=nnx.Rngs(0))])
 

@@ -113,6 +113,7 @@ def test_equals_replicas_one_after_the_other_full(row):
     check(row)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:BatchNorm at")
 def test_a_metric_that_is_a_function_of_sums_with_batch_norm_and_microbatches():
     """Both replicas have the same samples, and so the same loss: the metric is that of each."""

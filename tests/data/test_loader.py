@@ -156,6 +156,7 @@ next(batches)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.full
 def test_workers_of_a_script_without_a_guard_say_so(tmp_path):
     program = """
 from axon_dist.data import Loader, Sequences

@@ -572,6 +572,7 @@ def test_sequences_of_samples_have_equal_lengths_and_32_bits():
             Sequences(bad, rows, "rows")
 
 
+@pytest.mark.full
 def test_sequences_keep_the_64_bits_that_jax_keeps():
     rows = [
         {"x": np.array([1 / 3]), "n": 2**40 + n, "w": np.ones(1, np.longdouble)} for n in range(4)

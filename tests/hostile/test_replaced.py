@@ -404,6 +404,7 @@ class Reporting(Experts):
         self.report.set_value(self.report[...].at[0].set(dropped))
 
 
+@pytest.mark.full
 def test_hidden_features_of_experts_are_split_only_if_their_results_add_up(few_sizes):
     compare(lambda: Mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
 
@@ -487,7 +488,7 @@ KERNELS = {
 WRONG_AS_KERNEL = ("heads-tp", "samples-dp", "heads-pp")
 
 
-@pytest.mark.sample("heads-tp-flash", "heads-dp-flash")
+@pytest.mark.sample("heads-tp-flash")
 @pytest.mark.parametrize("form", ["auto", "flash"])
 @pytest.mark.parametrize("row", KERNELS)
 def test_attention_of_ones_own_runs_as_a_kernel_only_if_nothing_is_mixed(row, form):
@@ -648,6 +649,7 @@ def test_generating_gives_the_tokens_of_the_models_call(kind, recwarn):
     assert any("inherits decode" in text for text in warned) == (kind not in ("same", "flax"))
 
 
+@pytest.mark.full
 def test_new_tokens_are_decoded_as_called_also_where_the_first_of_them_does_not_show_it(recwarn):
     """Behind one token, a shift by two reads nothing yet when the first new token is decoded."""
 
@@ -732,6 +734,7 @@ class Masked(nnx.Module):
         return self.head(x + self.out(self.attend(*heads, mask=mask)))
 
 
+@pytest.mark.full
 def test_a_plan_is_suggested_for_attention_of_another_form():
     tokens = TOKENS[:, :-1]
     plan = suggest_plan(Masked, tokens)

@@ -176,7 +176,7 @@ def expected(strategy, path):
     return trained(strategy, path / strategy, lambda _: contextlib.nullcontext())
 
 
-@pytest.mark.sample("sequence-same names")
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("strategy", WHOLE)
 def test_training_evaluating_and_loading_do_not_see_the_context(

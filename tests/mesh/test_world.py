@@ -153,6 +153,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 def test_a_later_world_may_be_larger():
     run = [sys.executable, "-c", LARGER]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120)

@@ -159,6 +159,7 @@ for patience in (0, 1):
 """
 
 
+@pytest.mark.full
 def test_processes_of_which_one_knows_earlier_validations_act_together(texts_of_two):
     """They stop early together, and make up for an aborted validation together."""
     for said in texts_of_two:
@@ -400,6 +401,7 @@ def assert_losses_are_those_of_one_process(texts, program, capsys):
             assert losses[name] == pytest.approx(values, rel=1e-5), name
 
 
+@pytest.mark.full
 def test_rows_that_are_not_consecutive_train_as_on_one_process(texts_of_two, capsys):
     program = ROWS + "\nprint(json.dumps(losses))"
     assert_losses_are_those_of_one_process(texts_of_two, program, capsys)

@@ -66,7 +66,7 @@ def test_with_64_bits_the_loss_of_a_float32_model_and_its_gradients_are_float32(
         assert [x.dtype for x in (loss, *grads)] == ["float32"] * 5
 
 
-@pytest.mark.sample("float64")
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_with_64_bits_the_loss_has_the_dtype_of_the_model(dtype):
     """In chunks too, against all logits in the same dtype."""

@@ -162,6 +162,7 @@ class Gated(nnx.Module):
         return self.down(jax.nn.silu(left) * right)
 
 
+@pytest.mark.full
 def test_the_adapter_of_a_fused_layer_is_cut_like_its_kernel():
     model = lora(Gated(nnx.Rngs(0)), 2, "up", rngs=nnx.Rngs(1))
     model.up.lora.lora_b.set_value(jnp.sin(np.arange(64, dtype=np.float32).reshape(2, 32)))

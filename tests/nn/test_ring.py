@@ -112,7 +112,7 @@ def difference(attend, kv_heads):
     return max(np.abs(np.asarray(x) - y).max() for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.sample("2")
+@pytest.mark.full
 @pytest.mark.parametrize("kv_heads", [4, 2])  # sends queries around, or keys
 def test_float64_is_as_precise_around_a_ring(make_world, kv_heads):
     mesh = make_world("cp=4").mesh
@@ -121,6 +121,7 @@ def test_float64_is_as_precise_around_a_ring(make_world, kv_heads):
         assert difference(attend, kv_heads) < 1e-13
 
 
+@pytest.mark.full
 def test_float64_is_as_precise_in_packed_rows_and_with_scores_in_memory(monkeypatch):
     monkeypatch.setattr("axon_dist.ops.packed.PIECE", 8)
     with jax.enable_x64(True):

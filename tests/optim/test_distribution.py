@@ -120,6 +120,7 @@ class Experts(nnx.Module):
         return jnp.einsum("bi,eij->bj", x, self.kernel[...])
 
 
+@pytest.mark.full
 def test_a_stack_whose_matrices_do_not_divide_over_the_ranks_equals_one_device():
     numbers = {"kernel": optax.contrib.MuonDimensionNumbers(1, 2)}
     optimizer = muon(0.1, ns_steps=STEPS, muon_weight_dimension_numbers=numbers)

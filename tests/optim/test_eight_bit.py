@@ -207,6 +207,7 @@ def test_what_has_no_moments_of_8_bits_is_refused():
         adamw_8bit(1e-3, min_size=-1)
 
 
+@pytest.mark.full
 def test_devices_that_share_a_block_have_the_numbers_of_devices_that_do_not():
     """1001 does not divide by 8, so FSDP splits the other dim, along which blocks run."""
     batch = {"x": np.random.default_rng(0).normal(size=(8, 1001)).astype(np.float32)}

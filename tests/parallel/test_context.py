@@ -144,6 +144,7 @@ def test_activations_shrink_with_the_ranks():
     assert used[1] < used[0] / 3
 
 
+@pytest.mark.full
 def test_positions_may_be_given_without_segments():
     model = drawn(lambda: make(num_layers=1))
     positions = 2 * jnp.arange(16)[None]

@@ -172,7 +172,7 @@ def test_a_kernel_of_any_layout_equals_one_device(name):
     check(make, plan)
 
 
-@pytest.mark.sample("heads first-dp=1,tp=4")
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh"), [("rows", "dp=4,tp=1"), ("heads first", "dp=1,tp=4")])
 def test_a_fused_kernel_of_any_layout_equals_one_device_on_other_meshes(name, mesh):
     check(MODELS[name], suggest_plan(MODELS[name], BATCH["x"]), mesh)

@@ -219,6 +219,7 @@ def test_one_rank_saves_nothing(make_world):
     assert kernel.addressable_shards[0].data.shape == (100, 50)
 
 
+@pytest.mark.full
 def test_rank_stacked_gradients_in_a_state_are_clipped_by_the_norm_of_each_rank(make_world):
     """`nnx.grad` returns an `nnx.State`, whose tree is not that of a dict."""
     world = make_world("dp=4")

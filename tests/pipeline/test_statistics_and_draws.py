@@ -55,6 +55,7 @@ def trained(strategy, world, **options):
     return float(metrics["loss"]), jax.device_get(step.weights(state))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:BatchNorm at")
 def test_batch_norm_and_dropout_in_one_block():
     world = World.emulate(2, "pp=2")

@@ -201,7 +201,7 @@ def scalars_alone():
     return trained_scalars(ddp(), World.emulate(1))
 
 
-@pytest.mark.sample("eager_1f1b")
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["eager_1f1b", "interleaved_1f1b"])
 def test_a_model_with_jax_scalars_trains_as_on_one_device(schedule, scalars_alone):
     world = World.emulate(2, "pp=2")

@@ -270,7 +270,7 @@ def loss_without_stages():
     return kept_by(adds, ddp(), "dp=2")[1]
 
 
-@pytest.mark.sample("None-int32", "True-float32")
+@pytest.mark.sample("True-float32")
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize("separable", [None, True])
 def test_a_sum_that_stages_keep_is_that_of_all_ranks(dtype, separable, loss_without_stages):

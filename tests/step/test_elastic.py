@@ -129,7 +129,7 @@ def test_bits_of_a_watched_step_are_those_of_one_rank(mesh):
     assert names <= found[0][0].keys()
 
 
-@pytest.mark.sample("fsdp=2")
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
 def test_norms_by_layer_and_spikes_change_no_bit(mesh):
     found = watched_bits(mesh)

@@ -62,6 +62,7 @@ def stepped():
     return step, step(step.init(), BATCH)[0]
 
 
+@pytest.mark.full
 def test_what_a_state_and_its_readers_show():
     step = step_of(5, make, ema=0.9)
     state, _ = step(step.init(), BATCH)

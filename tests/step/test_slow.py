@@ -407,6 +407,7 @@ def test_a_replica_trains_on_consecutive_samples_for_any_number_of_microbatches(
         np.testing.assert_allclose(x, params[path][...], rtol=1e-5, atol=1e-7, err_msg=path)
 
 
+@pytest.mark.full
 def test_parameters_of_replicas_load_into_a_step_without_and_the_other_way_round(tmp_path):
     replicas, alone = step_of(2), step_of_one(seed=1)
     state = trained(replicas, replicas.init(), range(1))
@@ -426,6 +427,7 @@ def test_parameters_of_replicas_load_into_a_step_without_and_the_other_way_round
     trained(replicas, fresh, range(1))
 
 
+@pytest.mark.full
 def test_parameters_of_a_model_load_where_other_parts_of_it_are_frozen(tmp_path):
     whole, part = step_of_one(), step_of_one(seed=1, trainable="layers/2")
     save_checkpoint(tmp_path / "whole", whole.init())

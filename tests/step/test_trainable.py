@@ -541,6 +541,7 @@ def drift(model, batch):
     return jnp.mean((student - teacher) ** 2) + sum(jax.tree.leaves(weights))
 
 
+@pytest.mark.full
 def test_states_of_a_trained_and_a_frozen_twin_map_onto_each_other(make_world):
     strategy, world = fsdp(min_elements=1), make_world("fsdp=2")
     step = build_train_step(Twins(), optax.sgd(0.1), drift, strategy, world, trainable="student")

@@ -14,6 +14,7 @@ def devices(world, count=4):
     return list(world.mesh.devices.flat[:count])
 
 
+@pytest.mark.full
 @pytest.mark.uncached
 def test_convolutions_are_right(world):
     names = ["conv", "conv_depthwise"]  # "dot" is in the test of compiler mistakes

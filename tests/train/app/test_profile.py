@@ -37,7 +37,8 @@ def test_a_config_and_a_run(tiny, tmp_path, capsys, monkeypatch):
     assert "layers.py" in page
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pipeline_counts_what_it_runs(tiny, ranks):
     tiny |= {"mesh": f"dp={ranks},pp=2", "devices": {"emulate": 2 * ranks}}
     tiny |= {"train": {"steps": 2, "global_batch": 2 * ranks}}

@@ -175,7 +175,8 @@ def test_a_finished_run_is_told_again_and_can_be_longer(config):
     assert longer.result.num_steps == 7
 
 
-@pytest.mark.parametrize("at", [2, pytest.param(6, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("at", [2, 6])
 def test_a_validation_that_a_signal_aborts_is_made_up_for(config, monkeypatch, at):
     """With the last validation, the run ends without a step that could follow."""
     make = Loader.validation_batches
@@ -206,6 +207,7 @@ def test_a_validation_that_a_signal_aborts_is_made_up_for(config, monkeypatch, a
     assert "finished already" not in console.file.getvalue()
 
 
+@pytest.mark.full
 def test_a_run_that_stopped_early_has_nothing_left_unless_it_may_wait_longer(config):
     options = {"train__steps": 20, "train__eval_every": 1, "checkpoint": {"every": 1, "keep": 9}}
     options |= OWN
@@ -379,6 +381,7 @@ def test_a_run_goes_on_when_what_watches_it_begins_or_ends(name, config, three_s
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_does_not_fit_names_the_changed_keys(config, three_steps):
     path = three_steps(config, **OWN)
     other = config("on", **OWN, optimizer={"name": "sgd", "learning_rate": 0.1, "momentum": 0.9})
@@ -630,6 +633,7 @@ def test_a_resumed_run_says_what_it_changes(config, tiny):
         train(changed, resume=str(folder / "3"))
 
 
+@pytest.mark.full
 def test_a_resumed_run_continues_the_run_of_its_tracker(config, monkeypatch):
     calls, ids = [], iter(["one", "two"])
 

@@ -448,6 +448,7 @@ DECAYS = [
 """Keys of an optimizer, and how the opening lines begin to tell of its weight decay, if at all."""
 
 
+@pytest.mark.full
 def test_the_weight_decay_of_groups_is_told(tiny):
     run = build_run(RunConfig.from_dict(tiny))
     for keys, words in DECAYS:
@@ -468,6 +469,7 @@ def jsonl_of(folder, name, count):
     return {"kind": "jsonl", "files": train, "validation_files": held_out, "packed": False}
 
 
+@pytest.mark.full
 def test_an_epoch_of_buckets_has_only_the_rows_that_fill_a_batch(tiny, tmp_path):
     tiny["data"] = jsonl_of(tmp_path, "x", 15) | {"sequence_length": 16, "buckets": 2}
     tiny["train"] |= {"steps": 4, "global_batch": 8}
@@ -514,6 +516,7 @@ def test_the_best_loss_of_a_summary_is_the_least_that_is_finite():
         assert summarize(run, result)["best_validation_loss"] == best
 
 
+@pytest.mark.full
 def test_a_best_metric_that_no_validation_has_is_found_before_the_first_step(tiny):
     def best(metric):
         train = tiny["train"] | {"best": {"metric": metric}}

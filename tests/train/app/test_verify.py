@@ -142,6 +142,7 @@ def test_options_of_another_section_change_both_runs(change):
     assert verify(RunConfig.from_dict({**SMALL, **change}), steps=2).passed
 
 
+@pytest.mark.full
 def test_replicas_with_other_numbers_of_learned_tokens_are_compared_by_their_tokens(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [{"q": "a", "r": "b" * (1 + number % 8)} for number in range(40)]
@@ -155,6 +156,7 @@ def test_replicas_with_other_numbers_of_learned_tokens_are_compared_by_their_tok
     assert found.passed, found.worst
 
 
+@pytest.mark.full
 def test_the_loss_of_replicas_is_a_sum_if_the_loss_is_one():
     loss_fn = lambda model, batch: jnp.sum(model(batch["x"]) ** 2)
     model, world = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), World.emulate(2, "nodes=2")
@@ -169,6 +171,7 @@ def test_the_loss_of_replicas_is_a_sum_if_the_loss_is_one():
     assert all(row.relative < 1e-5 for row in found)
 
 
+@pytest.mark.full
 def test_a_strategys_precision_is_that_of_the_config(monkeypatch):
     monkeypatch.setattr(config_plans, "MOST", 4)  # enough that a plan with fsdp is among them
     monkeypatch.setattr(config_plans, "FEW", 1)

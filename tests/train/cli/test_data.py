@@ -64,6 +64,7 @@ def test_the_verb(sft, tmp_path, capsys):
     assert "the step takes" not in shown
 
 
+@pytest.mark.full
 def test_utilization_counts_the_attention_of_rows_as_long_as_they_are(tiny, tmp_path):
     path = tmp_path / "chats.jsonl"
     sizes = [2] * 95 + [14] * 5
@@ -109,6 +110,7 @@ def test_a_step_is_timed_with_batches_of_every_length(buckets, lengths, monkeypa
     assert speed == pytest.approx(4 / (2 if buckets is None else 0.75 * 2 + 0.25 * 1))
 
 
+@pytest.mark.full
 def test_every_process_times_the_steps_of_one_position(tiny, monkeypatch):
     def load_for(loader, seconds):
         # Once one batch, then two.
@@ -128,6 +130,7 @@ def test_every_process_times_the_steps_of_one_position(tiny, monkeypatch):
     assert seen[0] == seen[1]
 
 
+@pytest.mark.full
 def test_pictures_are_told_by_their_shape(tiny):
     data = {"kind": "synthetic_images", "num_images": 40, "image_size": 16}
     plain = tiny | {"model": {"kind": "vit", "preset": "tiny", "num_layers": 1}, "data": data}

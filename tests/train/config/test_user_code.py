@@ -146,6 +146,7 @@ def test_plans_of_a_model_that_names_axes_are_on_every_mesh(folder, monkeypatch)
     assert named == {"ddp": ("dp",), "zero1": ("dp",), "zero2": ("dp",), "fsdp": ("fsdp",)}
 
 
+@pytest.mark.full
 def test_a_run_of_a_model_that_names_axes_is_evaluated_on_any_mesh(folder):
     run = begun(RunConfig.from_dict(plain(**NAMED)))
     own = evaluate(run, trust=True).metrics["loss"]
