@@ -81,7 +81,7 @@ class ZeROStage(enum.IntEnum):
     STAGE1 = 1
     """The optimizer state is split."""
     STAGE2 = 2
-    """Gradients are also split between microbatches."""
+    """Also, a rank keeps only its shard of the gradients from one microbatch to the next."""
     STAGE3 = 3
     """Parameters are also split, and gathered where they are used."""
 
@@ -92,12 +92,13 @@ class ZeROStage(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A row of the ZeRO table: which arrays are split between steps or microbatches.
+    """A row of the ZeRO table: which arrays are split from one step or microbatch to the next.
 
     Args:
         params: whether parameters are split, and gathered where they are used.
-        grads: whether gradients are kept split between microbatches. With one microbatch stages 1
-            and 2 are the same program: gradients are reduced to the owners of their moments.
+        grads: whether a rank keeps only its shard of the gradients from one microbatch to the next.
+            With one microbatch stages 1 and 2 are the same program: gradients are reduced to the
+            owners of their moments.
         opt_state: whether optimizer moments are split.
     """
 
@@ -145,7 +146,9 @@ def zero(
     Every rank owns one shard of each split array. Gradients are reduced to their owner, which
     updates its shard of the optimizer state. The new parameters are then gathered (stages 1 and 2),
     or stay split and are gathered where they are used (stage 3). Training is the same at every
-    stage; memory and traffic differ.
+    stage; memory and traffic differ. If `mixed_precision` computes in a narrower dtype than that of
+    the stored parameters, stages 1 and 2 also split these, as master weights, and gather them once
+    per step in the narrower dtype.
 
     Args:
         stage: 0 to 3.
@@ -215,9 +218,9 @@ class ShardingStrategy(NamedChoice):
     NO_SHARD = "no_shard"
     """Splits nothing: plain data parallelism."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """Gradients (between microbatches too) and optimizer state: ZeRO-2. Parameters stay whole
-    between steps, whereas PyTorch splits them until the forward pass. If compute is in a narrower
-    dtype than the stored parameters, these are split too."""
+    """Gradients (also from one microbatch to the next) and optimizer state: ZeRO-2. Parameters stay
+    whole between steps, whereas PyTorch splits them until the forward pass. With a narrower compute
+    dtype, the stored parameters are split as master weights and gathered once per step."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"

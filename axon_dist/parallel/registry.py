@@ -5,8 +5,8 @@ of `STRATEGIES` here. Its `make` is that function under `over_data_axes`, or one
 `(model, world, **options)`. The keys of a config and their help and the index of the docs follow
 from the row. With a `DataPlan`, so do the candidates of `axon plan`. A `ModelPlan` over a new axis
 also needs the name of the axis in `AXIS_ORDER` of `mesh/mesh_spec.py` and in `AXES` of
-`planner/candidates.py`, and a field of `planner.Candidate`. Each axis within a node has one
-strategy: the planner tries the first `ModelPlan` over it. Also add a row to the table in
+`planner/candidates.py`, and a field of `planner.Candidate`. Of several rows with a `ModelPlan` over
+one axis the planner tries the first, except over `nodes` and `pods`. Also add a row to the table in
 `tests/contracts` that compares its kind with one device. Data parallelism has its rows in
 `test_strategies.py`.
 """
@@ -54,8 +54,8 @@ class DataPlan:
     Args:
         sizes: `sizes(ranks, node_size)` yields sizes of `dp` and `fsdp` for this many data-parallel
             ranks, on nodes of this many devices; nothing where the strategy does not apply.
-        stage: the ZeRO stage that stores as much. Inside pipelines, only strategies that split the
-            parameters are tried.
+        stage: the ZeRO stage with the same memory per device. Inside pipelines the planner tries
+            only those of stage 3.
         preference: its place among the data-parallel strategies, the preferred one first: of two
             plans that are equally fast, `axon plan` takes the one with the smaller number.
     """

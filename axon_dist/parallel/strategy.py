@@ -20,7 +20,7 @@ from ..ir.units import block_paths, check_some
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
-from ..sharding import LargestDim, Merge, Policy, Replicate, WithMoments, per_layer_policy
+from ..sharding import LargestDim, Merge, Policy, Replicate, WithMoments, Wrapped, per_layer_policy
 from .strategy_values import (
     AutoWrapPolicy,
     CPUOffload,
@@ -105,7 +105,7 @@ class Reduction:
     @property
     def capacity(self) -> int | None:
         """The elements in a bucket; None if gradients are not reduced in buckets."""
-        # What overlaps are the reductions of buckets.
+        # Only the reductions of buckets overlap, so OVERLAPPED implies buckets.
         overlaps = self.sync is GradSyncStrategy.OVERLAPPED
         is_default = self.bucket_capacity is None and overlaps
         return OVERLAPPED_CAPACITY if is_default else self.bucket_capacity
@@ -301,8 +301,8 @@ class Strategy:
     def keeps_weights_whole(self) -> bool:
         """Whether weights are whole over the data axes while the loops of a step run.
 
-        Always False for pipelines. Their loop over ticks receives arrays for its next turn, so it
-        is compiled with the options of loops that gather.
+        Always False for pipelines. Each of their ticks ends with a transfer that the next tick
+        reads, so their loop is compiled with the options of loops that gather.
         """
         splits = not set(self.reduced_axes).isdisjoint(self.params.split_axes)
         once = self.gathers_once or (self.reduction is not None and self.reduction.per == "step")
@@ -446,6 +446,8 @@ def _replace_axis(strategy: Strategy, old: str, new: str) -> Strategy:
             return dataclasses.replace(policy, axes=renamed(policy.axes))
         if isinstance(policy, Merge):
             return Merge(tuple(moved(part) for part in policy.policies))
+        if isinstance(policy, Wrapped):
+            return dataclasses.replace(policy, policy=moved(policy.policy))
         return policy
 
     return dataclasses.replace(

@@ -113,7 +113,7 @@ class Executor:
         all_rest: all parameters outside the blocks, by number.
         embedding: the lookups as actions.
         wire: the shapes of the values that stages send.
-        backwards: forward, input gradient and weight gradient of each program, if the backward
+        passes: forward, input gradient and weight gradient of each program, if the backward
             pass is split or residuals are saved.
         stash: the packed form of the values that a forward pass saves: the stage's output and its
             residuals.
@@ -181,19 +181,19 @@ class Executor:
             bound = next(bound for bound in self.bound if 0 in bound.program.stages)
             start = Start(bound.program.first, *bound.first, example)
             saves_lookups = start.reads_looked_up(looked_up, zeros(self.wire.floats))
-        self.backwards: list[DividedBackward] = []
+        self.passes: list[DividedBackward] = []
         if self.saves_residuals or self.schedule.splits_backward:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
             for bound in self.bound:
                 operands = StageOperands(bound.weights, bound.rest, *shapes, frozen=bound.frozen)
                 arguments = bound.program, operands, self.wire.floats
-                self.backwards.append(DividedBackward.of(*arguments, self.saves_residuals))
+                self.passes.append(DividedBackward.of(*arguments, self.saves_residuals))
         output = jax.tree.leaves(self.wire)
         residuals = [
-            [*output, *b.shapes(b.residuals)] for b in self.backwards if self.saves_residuals
+            [*output, *b.shapes(b.residuals)] for b in self.passes if self.saves_residuals
         ]
         self.stash: Packing = Packing(residuals or [()])
-        self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.backwards] or [()])
+        self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.passes] or [()])
         self.slots: dict[str, Slots] = slots_by_name(
             assign_slots(self.schedule), self.saves_residuals, saves_lookups
         )
@@ -340,12 +340,12 @@ class Executor:
                 if self.fuse_last_forward and last == 0:
                     return x, x, stash, histories
                 # The stage runs forward here, and again in its backward pass. `inspect.waterfall`
-                # counts one of the two as recomputed. It is this one, because the last stage may
-                # run forward only in its backward pass.
+                # counts this pass as recomputed, and not the one in the backward pass, because a
+                # last stage with `fuse_last_forward` has only that one.
                 with jax.named_scope(RUN_TWICE):
                     y = operands.run(program)
                 return x, y.sent, stash, self._updated_buffers(program, entry, y, histories)
-            y, residuals = self.backwards[i].forward(operands)
+            y, residuals = self.passes[i].forward(operands)
             values = self.stash.pack([*jax.tree.leaves(y.sent), *residuals])
             histories = self._updated_buffers(program, entry, y, histories)
             return x, y.sent, put(stash, entry["stash"], values), histories
@@ -391,8 +391,8 @@ class Executor:
             if self.saves_residuals:
                 y, residuals = self._stashed(i, entry, state)
                 seed, sums = self._seed(bound, entry, y, state, sums)
-                inputs, intermediates = self.backwards[i].input_gradient(operands, residuals, seed)
-                weights, rest = self.backwards[i].weight_gradient(operands, intermediates)
+                inputs, intermediates = self.passes[i].input_gradient(operands, residuals, seed)
+                weights, rest = self.passes[i].weight_gradient(operands, intermediates)
             else:
                 y, pull = pull_back(bound.program, operands)
                 seed, sums = self._seed(bound, entry, y, state, sums)
@@ -421,12 +421,12 @@ class Executor:
             if self.saves_residuals:
                 y, residuals = self._stashed(i, entry, state)
             else:
-                y, residuals = self.backwards[i].forward(operands)
+                y, residuals = self.passes[i].forward(operands)
                 histories = self._updated_buffers(
                     bound.program, entry, y, histories, in_backward=True
                 )
             seed, sums = self._seed(bound, entry, y, state, sums)
-            result, intermediates = self.backwards[i].input_gradient(operands, residuals, seed)
+            result, intermediates = self.passes[i].input_gradient(operands, residuals, seed)
             held = put(held, entry["held"], self.held.pack(intermediates))
             back = self._backward_of_first_layers(bound, entry, result, state, (sums, scatters))
             return result, held, *back, histories
@@ -444,7 +444,7 @@ class Executor:
             state, sums = operand
             intermediates = self.held.unpack(i, get(state.held, entry["held"]))
             operands = self._operands(bound, entry, state, state.buffer_histories)
-            grads = self.backwards[i].weight_gradient(operands, intermediates)
+            grads = self.passes[i].weight_gradient(operands, intermediates)
             return (sums.add_rows(bound.program.rows, grads[0]).add_rest(grads[1]),)
 
         operand = (state._replace(sums=None), state.sums)
@@ -521,12 +521,12 @@ class Executor:
         entry: LaneEntry,
         y: Wire,
         sums: Totals,
-        counts: Array | None = None,
+        is_counted: Array | None = None,
     ) -> tuple[list[Array], Totals]:
         """Returns the gradient of the loss with respect to the last stage's output.
 
-        Adds the loss and the gradients of its parameters to the sums. If `counts` is given, only
-        ranks where it is true add the loss and the gradients of parameters that are not
+        Adds the loss and the gradients of its parameters to the sums. If `is_counted` is given,
+        only ranks where it is true add the loss and the gradients of parameters that are not
         partitioned.
         """
         data = self.data(entry["microbatch"])
@@ -539,11 +539,11 @@ class Executor:
 
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
         of_rest = grads[0]
-        if counts is not None:
+        if is_counted is not None:
             of_rest = {
-                i: x if i in self.partitioned else masked(counts, x) for i, x in of_rest.items()
+                i: x if i in self.partitioned else masked(is_counted, x) for i, x in of_rest.items()
             }
-            loss = masked(counts, loss)
+            loss = masked(is_counted, loss)
         sums = sums._replace(loss=add(sums.loss, loss)).add_rest(of_rest)
         return grads[1], sums
 

@@ -128,13 +128,13 @@ def scan_tables_of(schedule: Schedule, slots: Mapping[str, Slots]) -> ScanTables
         for phase in phases
     ]
     sent: dict[tuple[int, int], list[_Sent]] = {}
-    position = 0
+    lane = 0
     for action, device, tick, place in schedule.placed():
-        # The lane numbers increase within a cell.
-        position = phases.index(action.phase, position + 1 if place else 0)
+        # The numbers of lanes increase within a cell.
+        lane = phases.index(action.phase, lane + 1 if place else 0)
         stage, phase, microbatch = action
         at = (device, tick)
-        columns = lanes[position].columns
+        columns = lanes[lane].columns
         columns["active"][at] = True
         columns["stage"][at] = stage
         columns["microbatch"][at] = microbatch
@@ -155,7 +155,7 @@ def scan_tables_of(schedule: Schedule, slots: Mapping[str, Slots]) -> ScanTables
             # One permutation per lane and distance: all ranks that send over the same distance
             # share it, as in a ring.
             shift = (target - device) % schedule.num_devices
-            sent.setdefault((position, shift), []).append(_Sent(device, target, tick, slot))
+            sent.setdefault((lane, shift), []).append(_Sent(device, target, tick, slot))
     return ScanTables(tuple(lanes), _channels(sent, lanes))
 
 
@@ -275,8 +275,8 @@ class State(NamedTuple):
         scatters: the gradients of these rows.
         sums: the `Totals` so far; None in the copy that an action gets to read slots from.
         buffer_histories: the history of each buffer that stages update, by number: its values
-            before each microbatch and after the last. For buffers that other ranks update only the
-            first value is set, the initial one.
+            before each microbatch and after the last. Where another rank updates the buffer, only
+            the first entry is set, to its initial value.
     """
 
     inputs: Wire
@@ -322,7 +322,8 @@ def put(arrays: PyTree, slot: Array, values: PyTree, when: Array | None = None) 
         slot: the index of the slot; any number, also NONE, if `when` is false.
         values: leaves of one slot.
         when: whether to write; None always writes. If it is false, the old values of a slot are
-            written back. It is better to write large values in the branch that computes them.
+            written back, which moves a whole slot in every tick. So large values are better
+            written without `when`, inside the branch of `lax.switch` that computes them.
 
     Returns:
         The new arrays.
@@ -360,9 +361,9 @@ def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
     return jax.tree.map(broadcast, tree)
 
 
-def masked(counts: Array, tree: PyTree) -> PyTree:
-    """Returns the values on ranks where `counts` is true, and zeros elsewhere."""
-    return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
+def masked(is_counted: Array, tree: PyTree) -> PyTree:
+    """Returns the values on ranks where `is_counted` is true, and zeros elsewhere."""
+    return jax.tree.map(lambda x: jnp.where(is_counted, x, jnp.zeros_like(x)), tree)
 
 
 def add(totals: PyTree, values: PyTree) -> Any:

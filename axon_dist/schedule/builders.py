@@ -121,8 +121,8 @@ def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[l
     order = []
     for device in range(num_devices):
         forwards, backwards = _walks(device, num_devices, num_microbatches, chunks)
-        ahead = 2 * (num_devices - 1 - device) + (chunks - 1) * num_devices
-        warmup = min(ahead, len(forwards))
+        unpaired = 2 * (num_devices - 1 - device) + (chunks - 1) * num_devices
+        warmup = min(unpaired, len(forwards))
         order.append(
             [
                 *((forward,) for forward in forwards[:warmup]),

@@ -47,8 +47,8 @@ class PipelineSchedule(NamedChoice):
 
     To add one, write a function that returns a table, and add a member here. `EAGER_1F1B` is the
     default, because the step runs a table tick by tick, and a tick lasts as long as its slowest
-    rank. In a tick of `ONE_F_ONE_B` ranks with a forward wait for those with a backward. In one
-    of `EAGER_1F1B` a rank has one of each.
+    rank. In a tick of `ONE_F_ONE_B` ranks with a forward wait for those with a backward. In a
+    tick of `EAGER_1F1B` every rank has a forward and a backward.
     """
 
     builder: Builder

@@ -1,13 +1,13 @@
 """The abstract values of the separability analysis: how an array depends on the samples of a batch.
 
-Two programs are compared: that of the whole batch, and that of one of its equal parts. Dims whose
-sizes differ count samples. A value of the whole batch is described relative to the parts' values
-by a kind (how it is combined from them) and a scale (how many times larger it is). For example,
-`1/B` is a constant that is 1/4 as large for the whole batch as for one of four parts; the mean of
-the samples' losses is the mean of the parts' means, and their sum is 4 times the mean of the parts'
-sums. Scales come from the constants of the two programs, and hold for these two sizes alone. The
-kinds of the outputs decide how a loss is combined over parts: as a mean, a sum, a weighted mean, or
-not at all.
+Two programs are compared: that of the whole batch, and that of one of its equal parts. A dim counts
+samples if its size differs between them. A value of the whole batch is described relative to the
+parts' values by a kind (how it is combined from them) and a scale (how many times larger it is).
+For example, `1/B` is a constant that is 1/4 as large for the whole batch as for one of four parts;
+the mean of the samples' losses is the mean of the parts' means, and their sum is 4 times the mean
+of the parts' sums. Scales come from the constants of the two programs, and hold for these two sizes
+alone. The kinds of the outputs decide how a loss is combined over parts: as a mean, a sum, a
+weighted mean, or not at all.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class Walk:
     def _constant(self, first: Constant, second: Constant) -> Value:
         """Returns the value of a constant, which may depend on the number of samples."""
         if is_key(first) or is_key(second):
-            # A key that the loss closes over is, as one that it makes, the same on all ranks.
+            # All ranks have the same key, whether the loss makes it or closes over it.
             value = dataclasses.replace(CONSTANT, from_own_key=True)
             is_equal = first is second or are_equal_keys(first, second)
             return self._with_number(value if is_equal else coupled(Why.DIFFERS, ""), object())

@@ -385,10 +385,23 @@ def _overlay(
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped(Policy):
-    """A base class for policies that delegate to another one with changed paths or shapes.
+    """A base class for policies that delegate to another one, for some arrays or in another form.
+
+    A subclass implements `decide`.
 
     Args:
         policy: the other policy.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> class Matrices(Wrapped):
+        ...     def decide(self, path, shape, mesh, taken=PartitionSpec()):
+        ...         if len(shape) < 2:
+        ...             return Decision(PartitionSpec(), self.name, "stays whole: no matrix")
+        ...         return self.policy.decide(path, shape, mesh, taken)
+        >>> rule = Matrices(LargestDim(("dp",)))
+        >>> rule("kernel", (64, 512), MeshSpec(dp=4)), rule("bias", (4096,), MeshSpec(dp=4))
+        (P(None, 'dp'), P())
     """
 
     policy: Policy

@@ -48,10 +48,10 @@ def whole_summary(rows: Sequence[LeafDecision]) -> str:
         return ""
     largest = max(rows, key=lambda row: row.bytes)
     size = byte_size(whole_bytes(rows))
-    subject = "the largest" if len(rows) > 1 else "it"
+    subject = "the largest " if len(rows) > 1 else ""
     return (
         f"whole on every device: {plural(len(rows), 'array')} of {size}, "
-        f"{subject} {largest.path!r} ({largest.decision.reason})"
+        f"{subject}{largest.path!r} ({largest.decision.reason})"
     )
 
 

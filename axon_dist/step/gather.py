@@ -60,8 +60,8 @@ class GlobalGather:
     With only `with_sharding_constraint(w, whole)`, XLA may all-gather before the cast and
     all-reduce the gradient. So the forward pass constrains the sharded layout and then the gathered
     one, which is an all-gather in the compute dtype. The backward pass constrains the gradient to
-    its reduced layout, which is a reduce-scatter; if a loop reads the weight, first to the gathered
-    one.
+    its reduced layout, which is a reduce-scatter. If a loop reads the weight, the gradient is first
+    constrained to the gathered layout.
 
     Args:
         mesh: names and sizes of its axes, over all devices.
@@ -69,16 +69,17 @@ class GlobalGather:
         grad: the spec of its gradient after the reduction; None for a weight without one.
         full: the spec of the weight in use. Dims that tensor parallelism splits stay split.
         ndim: dims of the parameter. A weight in a scan over stacked layers has one dim less.
-        in_loop: whether a loop reads it in every iteration. It is then gathered before the loop,
-            and its gradient is summed over the iterations before it is scattered. Left to itself,
-            the compiler would gather the weight, or what it is multiplied with, in every
-            iteration.
+        in_loop: whether a loop other than the scan over layers, such as that of a recurrent layer,
+            reads the weight in every iteration. It is then gathered before the loop, and its
+            gradient is summed over the iterations before it is scattered. Left to itself, the
+            compiler would gather the weight, or what it is multiplied with, in every iteration.
     """
 
     mesh: Mesh
     stored: PartitionSpec
-    # `jax.tree.map` over two `nnx.State` requires equal metadata, which has the gathers. A loss may
-    # map trained weights and their frozen twins onto each other, whose gathers differ in `grad`.
+    # Variables have their gather in their metadata, and `jax.tree.map` over two `nnx.State`
+    # requires equal metadata. A loss may map trained weights and their frozen twins onto each
+    # other, whose gathers differ in `grad`.
     grad: PartitionSpec | None = dataclasses.field(compare=False)
     full: PartitionSpec
     ndim: int
@@ -97,7 +98,7 @@ class GlobalGather:
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
-        """The gather without a rule for its gradient, which the compiler then reduces."""
+        """The gather alone; `__call__` adds the rule for its gradient."""
         gathered = weight
         for spec in (self.stored, self.full):
             sharding = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))

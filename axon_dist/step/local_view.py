@@ -243,8 +243,9 @@ class RankProgram:
             whole_frozen = self._unsharded(
                 frozen, self.frozen_specs, self.spec.model_spec.stored_frozen
             )
-            # Averaging statistics over ranks also averages the gradients through them over ranks,
-            # so all ranks must divide their loss by the same sum of sample weights.
+            # Averaging statistics over ranks also averages the gradients through them over ranks.
+            # The gradients averaged must have one scale, so all ranks divide their loss by the same
+            # sum of sample weights.
             shares_statistics = reduction.sync_buffers and has_statistics(
                 self.spec.model_spec.abstract
             )
@@ -284,7 +285,7 @@ class RankProgram:
         gathered: PyTree,
         buffers: PyTree,
         batch: Batch,
-        reduced: LastFn | None,
+        last_fn: LastFn | None,
     ) -> tuple[Sums, PyTree]:
         """Adds up unreduced gradients over microbatches, stacked as the scan over layers is."""
         stacking = stacking_of(gathered, self.plan.changes.units)
@@ -297,10 +298,10 @@ class RankProgram:
             return dataclasses.replace(sums, grads=stacking.stack(sums.grads)), buffers
 
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> Any:
-            assert reduced is not None
+            assert last_fn is not None
             weights = jax.lax.optimization_barrier(weights)
             unstacked = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
-            return reduced(unstacked, stacking.unstack(weights), buffers, batch)
+            return last_fn(unstacked, stacking.unstack(weights), buffers, batch)
 
         sums, buffers = accumulate(
             stacked,
@@ -308,10 +309,10 @@ class RankProgram:
             buffers,
             batch,
             self.spec.num_microbatches,
-            last=None if reduced is None else last,
+            last=None if last_fn is None else last,
             part_buffers=self.part_buffers,
         )
-        if reduced is None:
+        if last_fn is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
         return sums, buffers
 

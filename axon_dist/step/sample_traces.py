@@ -70,7 +70,7 @@ class Traces:
     """Traces the programs of a loss, one per number of samples, and keeps them.
 
     BatchNorm is traced with statistics averaged over all parts, and experts with the tokens of all
-    parts counted, as ranks do. Microbatches average no statistics, of which a step warns.
+    parts counted, as ranks do. Microbatches have statistics of their own; a step warns of this.
 
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.

@@ -347,8 +347,9 @@ class Separator:
         """Returns the buffers to which each rank adds a sum over its own samples, and nothing else.
 
         An example is a count of the tokens seen. The step adds up what the ranks added, so these
-        buffers do not prevent that ranks compute the loss. `_problems_of_sums` says which buffers
-        are such sums. There are none in steps that may also run in global view.
+        buffers do not prevent the ranks from computing the loss. `_problems_of_sums` says which
+        buffers are such sums. The result is empty where no option requires ranks, because such a
+        step may also run in global view.
 
         Raises:
             UnsupportedError: for a buffer that `separable=True` would let differ between the ranks.
@@ -472,8 +473,8 @@ class Separator:
             )
             return self._from_sums_of(set(alone), batch, sizes, ranks, dependence)
         if not dependence.loss.is_separable:
-            # A metric without its own weight uses the weight of the loss, which sums in place of
-            # the loss do not have. So weighted metrics are replaced as well.
+            # The sums that replace the loss have no weight. Metrics weighed by that of the loss
+            # would lose it, so they are replaced as well.
             names |= {
                 name
                 for name, output in dependence.metrics.items()
@@ -563,9 +564,8 @@ class Separator:
         # Some callers are inside `shard_map`, where the names of mesh axes are bound. This program
         # is traced without them.
         # It may be a trace that `of` has made, with statistics over all parts and marked experts.
-        # Callers do not run it. They read which weights, keys and draws it has, and there such
-        # traces agree. Those that compare two sizes compare a part with the whole, of which `of`
-        # has made either both or none.
+        # Callers do not run it. They read only its weights, keys and draws, which are the same in
+        # all these traces. A caller that compares two sizes gets both traces from one source.
         return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property
@@ -680,8 +680,8 @@ class Separator:
         """Returns the statistics that are averaged over microbatches, if parts determine the loss.
 
         Raises:
-            UnsupportedError: for a buffer that microbatches cannot pass on to the next, or that
-                each of them would change.
+            UnsupportedError: for a buffer that changes its shape in a forward pass, or that each
+                microbatch would change.
         """
         if self._num_microbatches > 1:
             self._check_buffers(self.program(batch, sizes[1]))

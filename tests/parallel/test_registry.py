@@ -1,5 +1,6 @@
 """Strategies by name, with the options that a config may set."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from axon_dist.core.errors import AxonDistWarning, MeshError
 from axon_dist.parallel import STRATEGIES, compose, data_axes, ddp, fsdp, zero
 from axon_dist.parallel.strategy import on_mesh
+from axon_dist.sharding import LargestDim, Merge, Replicate, Wrapped
 from axon_dist.train.config.schema import build_strategy
 
 
@@ -42,6 +44,21 @@ def test_a_strategy_without_axes_uses_the_only_data_axis(name, mesh, make_world)
     in_yaml = STRATEGIES[name](None, world)
     assert found.batch_axes == in_yaml.batch_axes
     assert (found.params, found.opt_state) == (in_yaml.params, in_yaml.opt_state)
+
+
+class Own(Wrapped):
+    """A policy of a user, which delegates to another."""
+
+    def decide(self, path, shape, mesh, taken=None):
+        """Delegates."""
+        return self.policy.decide(path, shape, mesh, taken)
+
+
+def test_a_default_axis_is_replaced_inside_policies_that_delegate_to_others(make_world):
+    moments = Own(Merge((Own(LargestDim(("dp",))), Replicate())))
+    found = on_mesh(dataclasses.replace(zero(1), opt_state=moments), make_world("fsdp=4").mesh)
+    assert found.opt_state == Own(Merge((Own(LargestDim(("fsdp",))), Replicate())))
+    assert found.opt_state.split_axes == ("fsdp",)
 
 
 def test_strategies_without_axes_share_the_data_axes_of_a_mesh(make_world):

@@ -299,7 +299,7 @@ def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointMana
 
 
 def _why_ended(run: Run, directory: RunDirectory, step: int) -> str | None:
-    """Returns why the run has nothing left to do after a step; None if it has."""
+    """Returns why the run has nothing left to do after a step; None if steps are left."""
     # Only process 0 has the records of the run.
     past = PastMetrics(directory.metrics, step)
     return on_main(lambda: reason_to_end(run.loop_options(), step, past))

@@ -318,7 +318,7 @@ class Trainer:
             has_result = self._validate(state, recorder, stops)
             # The first step compiles, which is not training time.
             recorder.stop_clock()
-            # Saved without a result, too: the folder may be another than that of the state.
+            # Also without a result: this run's folder may lack the state that the run resumed from.
             self._save(number, state, recorder)
             if not has_result:
                 return stops.reason
