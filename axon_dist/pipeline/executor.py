@@ -189,9 +189,7 @@ class Executor:
                 arguments = bound.program, operands, self.wire.floats
                 self.passes.append(DividedBackward.of(*arguments, self.saves_residuals))
         output = jax.tree.leaves(self.wire)
-        residuals = [
-            [*output, *b.shapes(b.residuals)] for b in self.passes if self.saves_residuals
-        ]
+        residuals = [[*output, *b.shapes(b.residuals)] for b in self.passes if self.saves_residuals]
         self.stash: Packing = Packing(residuals or [()])
         self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.passes] or [()])
         self.slots: dict[str, Slots] = slots_by_name(
