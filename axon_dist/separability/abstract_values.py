@@ -50,7 +50,7 @@ class Kind(enum.Enum):
 
 
 class Why(enum.StrEnum):
-    """Why a value depends on several samples, or on their number; verb phrases about the value."""
+    """Why a value depends on several samples, or on their number: verb phrases or endings."""
 
     DIFFERS = (
         "traces to a different program for a different number of samples, for example because of a "
@@ -108,8 +108,8 @@ class Value:
             as 3 after (3, B) was reshaped to (3 * B,).
         positions: for ROWS, a flag for each column of the last dim: whether it holds the sample's
             position in the batch. `(True,)`: the whole value does. Empty: no column does.
-        repeats: for ROWS, whether all samples have the same rows, as has a constant that is
-            repeated for each of them. Its sum over the samples is again a constant.
+        repeats: for ROWS, whether all samples have the same rows, such as those of a constant that
+            is broadcast over the samples. Its sum over the samples is again a constant.
         divisor: for RATIO, the `value_number` of the divisor.
         loop_length: if the value is the index of a loop over the samples, the number of samples in
             a part.

@@ -65,7 +65,7 @@ def _divide(op: Operation, values: list[Value]) -> Value:
 
 
 def _convert(op: Operation, values: list[Value]) -> Value:
-    # An index may be a float on the way; as a boolean it is no index.
+    # A position stays a position if it is converted to a float, but not if to a boolean.
     if narrows(op) and (op.kinds[1] == "b" or not values[0].positions):
         return nonlinear(op.name, values)
     return values[0]

@@ -13,8 +13,10 @@ A weight is gathered by one of:
 - `LocalGather`, where ranks compute gradients in `shard_map`, such as with
   `Reduction(manual=True)`, and reduce them once per microbatch.
 - `RankProgram` in `local_view.py`, which gathers all weights once per step, where ranks compute
-  gradients in `shard_map` and one of these holds: they reduce them once per step; the strategy says
-  `gathers_once`; the step is elastic.
+  gradients in `shard_map` and one of these holds:
+    - the ranks reduce their gradients once per step;
+    - the strategy says `gathers_once`;
+    - the step is elastic.
 - In global view, `global_gradients` in `global_view.py`, which gathers all trained weights before
   the first unit, where the strategy says `gathers_once`. Frozen weights keep their own
   `GlobalGather`.

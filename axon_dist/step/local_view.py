@@ -461,9 +461,9 @@ def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
 
     `nnx.SpectralNorm` and `nnx.WeightNorm` write the normalised weight into the layer, where the
     rest of the forward pass reads it. A unit returns no weights, so outside of it, and in another
-    unit, the weight is still that before normalisation. Refused, too, are a read before the forward
-    pass, because the program does not say which comes first, and another unit that only holds the
-    weight.
+    unit, the weight is still that before normalisation. Two right programs are refused, too: a read
+    before the forward pass, because the program does not say which comes first; and another unit
+    that holds the weight but does not read it.
 
     Args:
         plan: the plan of the step, in any view.

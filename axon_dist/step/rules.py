@@ -359,7 +359,7 @@ def _mixing_update(plan: StepPlan) -> Found:
     what = (
         "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global norm use "
         "clip_norm=... of build_train_step, and for the norms of layers its "
-        'metrics=("norms_by_layer",), as optim.watched would measure each rank\'s part alone'
+        'metrics=("norms_by_layer",); optim.watched would measure the part of each rank alone'
     )
     return {"why": why, "what": what}
 

@@ -280,7 +280,7 @@ class Separator:
         if self._num_microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
         total = self._samples_of_whole(batch, samples, ranks)
-        if samples // ranks == total:
+        if samples // ranks == total:  # A microbatch counts as the whole, and one rank has it.
             self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
         why = ""
@@ -404,8 +404,8 @@ class Separator:
     def _samples_of_whole(self, batch: Batch, samples: int, ranks: int) -> int:
         """Returns the number of samples of the whole, to which the parts are compared.
 
-        This is the whole batch. If the loss fails for more samples than those of a microbatch, it
-        does so on one device too; then a microbatch takes its place, with a warning.
+        These are all samples of the batch. If the loss fails for more samples than a microbatch
+        has, it does so on one device too. A microbatch then counts as the whole, with a warning.
         """
         total = samples * self._num_microbatches
         if self._num_microbatches == 1:

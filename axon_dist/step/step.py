@@ -124,10 +124,10 @@ def build_train_step(
         trainable: which variables are trained: a type of Variable such as `nnx.LoRAParam`, a
             regular expression of paths such as `"head"`, a predicate `(keys, variable)` or another
             filter of nnx, or a tuple of these. With a filter of nnx the step equals
-            `nnx.Optimizer(model, optimizer, wrt=trainable)` with the gradient of
-            `nnx.DiffState(0, trainable)`; to nnx a string is a tag and no path. Every
-            other `nnx.Param` is frozen: it is sharded like a parameter, but has no gradient and no
-            moments, and does not count in norms.
+            `nnx.Optimizer(model, optimizer, wrt=trainable)` with the gradient of `nnx.DiffState(0,
+            trainable)`. A string is a regular expression here; nnx itself would take it for a tag.
+            Every other `nnx.Param` is frozen: it is sharded like a parameter, but has no gradient
+            and no moments, and does not count in norms.
         frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None
             keeps each in its own. `"int8"` stores matrices as int8 with one bfloat16 scale per
             output (`precision.int8_form` says which), and vectors in their own dtype. The step
@@ -371,7 +371,8 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
     spec = plan.spec
     pipeline = spec.strategy.pipeline
     sizes = spec.mesh.shape
-    # The compiler partitions each stage of a pipeline over the axes that are not manual.
+    # Only the stages of a pipeline can deadlock, and only if the compiler partitions them over axes
+    # that `shard_map` leaves to it. Without a pipeline no step needs the guard.
     manual = sizes.keys() if pipeline is None else {pipeline.axis, *spec.strategy.batch_axes}
     is_partitioned = any(size > 1 for axis, size in sizes.items() if axis not in manual)
     guarded = DeadlockGuard if is_partitioned else jax.jit
@@ -799,7 +800,7 @@ class TrainStep:
         number as its weight. A metric that is a sum of integers over the samples is a `Count`: over
         several batches it is `sum(totals)`. Any other metric, such as a maximum or a sum of floats,
         has the weight of the loss, so that over several batches it is the mean of its values for
-        each. So is a plain scalar loss that is a sum over the samples.
+        each. A plain scalar loss that is a sum over the samples is averaged over the batches, too.
 
         Args:
             state: a state of this step; it stays usable.

@@ -168,8 +168,9 @@ def build_step(
         **what_is_trained(config),
         ema=config.train.ema,
         compiler_options={**config.compiler_options, **(compiler_options or {})},
-        # Only a pipeline is built from a batch. Otherwise `_check_batch` comes first, whose error
-        # names the key of the config, and then `separation` checks the loss as `batch` would.
+        # Only a pipeline needs a batch here. Without one the loss is not traced before
+        # `_check_batch`, so that its error, which names the key of the config, comes first.
+        # `separation` then checks the loss as `batch` would.
         batch=_example(config, strategy, world),
     )
     _check_batch(config, step)

@@ -159,7 +159,8 @@ class _Curves:
     def misses_validation(self, options: LoopOptions, step: int) -> bool:
         """Whether the validation of a step is due by these options and has no result.
 
-        Without any record, the state is that of another folder, which may have validated it.
+        Without any record, the state comes from the folder of another run, which may have validated
+        it.
         """
         has_records = any(self.last_step(kind) is not None for kind in (TRAIN, VALIDATION))
         is_due = step >= options.num_steps or is_multiple(step, options.eval_every)
@@ -680,7 +681,7 @@ class TrainResult:
             throughput do not include them.
         reason: why the run ended: `finished`; `early stopping`; `should_stop`, if that argument of
             the `Trainer` returned true; `out of data`; the name of a signal, such as `SIGINT`; or
-            `another process`, if another process was to stop.
+            `another process`, if another process had a reason to stop.
         train_curve: pairs of step and mean training loss.
         validation_curve: pairs of step and validation loss.
         metric_curves: the training and validation curves of every other validated metric of the

@@ -188,8 +188,8 @@ class Trainer:
     def fit(self, state: TrainState | None = None) -> TrainResult:
         """Trains until the last step, the end of the data, or another reason to stop.
 
-        A state that misses its validation is validated and saved first. No step follows if it is
-        the last state, or the validations up to it have not improved for too long.
+        A state whose validation is due and has no result is validated and saved first. No step
+        follows if it is the last state, or the validations up to it have not improved for too long.
 
         Args:
             state: the state to continue from; None starts from `step.init()`. Its arrays are
@@ -576,7 +576,7 @@ class Trainer:
                 self._save(recorder.step, state, recorder)
             return reason
         if self.validation is not None and not self._validate(state, recorder, stops):
-            # The run is not finished without this validation: resumed, it makes up for it.
+            # The run is not finished without this validation. A resumed run starts with it.
             reason = stops.reason
         self._save(recorder.step, state, recorder)
         return reason
