@@ -473,7 +473,7 @@ def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterat
         if split["pp"] > 1 and not ZERO[row.stage].params:
             continue
         for sizes in row.sizes(ranks, hardware.node_size):
-            # Replicas of a model that is split within each are left to strategies on one axis.
+            # Strategies over two data axes are tried only if nothing else splits the model.
             if len(sizes) == 1 or max(split.values()) == 1:
                 axes: dict[str, Any] = {**model, **sizes}
                 yield Candidate(strategy=name, **axes)

@@ -118,7 +118,7 @@ def all_constant(values: Sequence[Value]) -> bool:
 
 
 def only_numbers(value: Value) -> Value:
-    """Returns the value; raises if only some of its columns are the sample's position."""
+    """Returns the value; raises if some of its columns are the sample's position and some not."""
     if value.positions not in ((), (True,)):
         raise Coupling(Why.NUMBERS)
     return value

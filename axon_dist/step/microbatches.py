@@ -116,7 +116,7 @@ class PartBuffers:
 def part_buffers_of(
     spec: StepSpec, separator: Separator, batch: Batch, axes: tuple[str, ...] = ()
 ) -> PartBuffers | None:
-    """Finds the draws of the parts of a batch, and the buffers that parts must not just replace.
+    """Finds the draws of the parts of a batch, and buffers that do not pass from part to part.
 
     These buffers change once, are averaged, or are added up over ranks. Returns None if there is
     one part, or if there are neither draws nor such buffers.

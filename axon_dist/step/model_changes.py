@@ -185,8 +185,8 @@ class ModelChanges:
             if loops.most is None:
                 why = "each saves only its input, and is recomputed in the backward pass"
                 loops = dataclasses.replace(loops, most=1, why=why)
-        # Not if layers gather whole activations: the compiler would prefetch these gathers too. It
-        # does not prefetch pieces that move around a ring.
+        # Weights are prefetched only if no layer gathers whole activations, because the compiler
+        # would prefetch those gathers, too. It does not prefetch pieces that move around a ring.
         prefetch = all(map(sends_pieces, strategy.layers))
         return scan_over_layers(forward, group, remat, prefetch=prefetch, rule=loops)
 

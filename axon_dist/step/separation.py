@@ -291,8 +291,8 @@ class Separator:
         try_sums = bool(asked) or bool(self._declared) or self._num_microbatches > 1
         dependence, from_sums = self._dependence_or_sums(batch, sizes, ranks, try_sums, added)
         if dependence.failure and self._num_microbatches > 1:
-            # Raises if all ranks together cannot compute the loss of a microbatch either: that
-            # needs other advice than a loss that fails on the samples of one rank.
+            # Raises if the loss fails on a whole microbatch as well, so that the error does not
+            # blame the split over ranks.
             self._dependence(batch, (samples, total), 1)
         if ranks > 1 and from_sums is None:
             why = self._obstacle(dependence)
@@ -330,8 +330,9 @@ class Separator:
         Raises:
             UnsupportedError: when the loss or a metric of the whole batch does not follow.
         """
-        # With `separable` declared, only metrics are computed from sums. So finding sums does not
-        # prove the loss: with False it must still be checked for MIXED; True skips this check.
+        # With `separable` declared, only metrics are computed from sums, so finding sums does not
+        # prove the loss. With `separable=False` a loss whose terms scale differently
+        # (`Dependence.MIXED`) is still refused; `separable=True` skips this check.
         is_proven = from_sums is not None and self._declared is None
         if not self._declared and not is_proven and not dependence.is_separable:
             self._check_follows(dependence, samples, total, ranks)
@@ -648,8 +649,8 @@ class Separator:
                 "microbatch together, and the losses of the microbatches are averaged",
                 code="coupled-loss",
             )
-        # Functions of sums come last: they would be computed if no other metric prevented it, so
-        # another metric is the one to name.
+        # The error names another metric first: it may be the reason why functions of sums were not
+        # computed from their sums.
         metrics = sorted(
             dependence.metrics.items(),
             key=lambda item: any(why in item[1].why for why in OF_SUMS),

@@ -111,8 +111,8 @@ def build_train_step(
         world: the devices, and the mesh they form.
         options: what the step does besides its strategy.
         precision: a `MixedPrecision`; a preset (`"bf16"`, `"fp16"`, `"fp8"`, `"float32"`); or
-            True, which computes in bfloat16 and reduces gradients in float32, where `"bf16"` also
-            reduces in bfloat16. It must not contradict the strategy's.
+            True. True computes in bfloat16 and reduces gradients in float32; `"bf16"` also reduces
+            them in bfloat16. It must not contradict the strategy's.
         remat: what the backward pass recomputes, if the strategy sets nothing. `"auto"` recomputes
             the least that fits a device's memory with this `batch`. It estimates memory from the
             traced step, and compiles the step when the estimate is close to the limit. It

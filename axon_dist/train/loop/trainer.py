@@ -87,9 +87,9 @@ class Trainer:
             (smaller is better), or None if the state was not validated or the score is not finite.
             It must no longer use the arrays when it returns. It also gets the last state, unless
             the run ends with an error in a step. After a nonfinite step, it is called with the
-            state before it, if that state still exists. The state includes all batches that
-            `batches` has returned by then, unless the run has gone back or stops at a nonfinite
-            step; see `give_back`.
+            state before it, if that state still exists. The state has been trained on all batches
+            that `batches` has returned by then, unless the run has gone back or stops at a
+            nonfinite step; see `give_back`.
         copy: `copy(state, number)` copies a state to where it can be restored faster than from
             `save`; it must no longer use the arrays when it returns. It is called every
             `copy_every` steps, and with the last state of a run that ends early, but not after a
@@ -99,15 +99,15 @@ class Trainer:
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
         earlier_counts: called after `go_back`; returns the numbers that `on_counts` got before that
-            state was saved. Numbers that it does not return, or all if None, come from the last
+            state was saved. If it is None or leaves out a number, that number comes from the last
             record up to that state, which may be older.
         is_saved: `is_saved(number)` returns whether the state after that many steps is saved; asked
             before the last save of a run that stops at a nonfinite step. None assumes that the
             state that `fit` gets is saved, and that `save` never fails.
         history: the records written before this call, up to the state that the run resumes from;
             the curves of the result begin with them. Those of process 0 determine when a run
-            without improvement ends, and whether the state misses its validation, so the other
-            processes need none.
+            without improvement ends, and whether the state lacks a validation that is due, so the
+            other processes need none.
         counts: the numbers that `on_counts` got last before the save of the state that the run
             resumes from. Numbers that are missing come from the last record of the history, which
             may be older.
