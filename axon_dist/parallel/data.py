@@ -283,8 +283,9 @@ def fsdp(
 
     Args:
         axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. None
-            for `fsdp`, or `dp` on a mesh without it; HYBRID_SHARD for `("dp", "fsdp")`. An axis
-            that a composed `context_parallel` also uses splits the arrays but no samples.
+            stands for `fsdp`, or `dp` on a mesh without it; with HYBRID_SHARD it stands for `("dp",
+            "fsdp")`. An axis that a composed `context_parallel` also uses splits the arrays but no
+            samples.
         sharding_strategy: which arrays are split. The two may also come in the other order, as in
             `fsdp("hybrid_shard", ("dp", "fsdp"))`.
         cpu_offload: which arrays live in host memory between steps.

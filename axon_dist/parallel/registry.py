@@ -54,8 +54,8 @@ class DataPlan:
     Args:
         sizes: `sizes(ranks, node_size)` yields sizes of `dp` and `fsdp` for this many data-parallel
             ranks, on nodes of this many devices; nothing where the strategy does not apply.
-        stage: the ZeRO stage with the same memory per device. Inside pipelines the planner tries
-            only those of stage 3.
+        stage: the ZeRO stage that splits the same kinds of arrays, over all or some of the ranks.
+            Inside pipelines the planner tries only those of stage 3.
         preference: its place among the data-parallel strategies, the preferred one first: of two
             plans that are equally fast, `axon plan` takes the one with the smaller number.
     """

@@ -147,10 +147,10 @@ def check_sizes(**sizes: SupportsIndex) -> None:
 
 
 def receiver(action: Action, num_stages: int) -> Action | None:
-    """Returns the stage and the microbatch that receive a result; None if no stage does.
+    """Returns the action that receives a result, with the sender's phase; None if no stage does.
 
-    Its phase is that of the sender. A schedule may lack this action: where only one of two
-    neighbours splits its backward, an `I` sends to a `B`, or a `B` to an `I`.
+    A schedule may lack this action: where only one of two neighbours splits its backward, an `I`
+    sends to a `B`, or a `B` to an `I`.
 
     Example:
         >>> str(receiver(Action(1, Phase.F, 0), 4)), str(receiver(Action(1, Phase.I, 0), 4))

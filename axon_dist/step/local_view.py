@@ -244,8 +244,8 @@ class RankProgram:
                 frozen, self.frozen_specs, self.spec.model_spec.stored_frozen
             )
             # Averaging statistics over ranks also averages the gradients through them over ranks.
-            # The gradients averaged must have one scale, so all ranks divide their loss by the same
-            # sum of sample weights.
+            # The gradients averaged must have one scale, so all ranks divide their loss by one
+            # common weight, the mean of theirs.
             shares_statistics = reduction.sync_buffers and has_statistics(
                 self.spec.model_spec.abstract
             )
@@ -266,7 +266,7 @@ class RankProgram:
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
             # Units reduce their gradients within the backward pass, so all ranks must divide their
-            # loss by the same sum of sample weights before it begins.
+            # loss by one common weight, the mean of theirs, before it begins.
             gather = functools.partial(local_gather, self.spec)
             forward = with_frozen(self._with_scans(self._unscanned(gather)), frozen)
             sums_of = gradient_sums(forward, num_parts, scale, mean_over_ranks)

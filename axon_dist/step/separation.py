@@ -565,8 +565,9 @@ class Separator:
         # Some callers are inside `shard_map`, where the names of mesh axes are bound. This program
         # is traced without them.
         # It may be a trace that `of` has made, with statistics over all parts and marked experts.
-        # Callers do not run it. They read only its weights, keys and draws, which are the same in
-        # all these traces. A caller that compares two sizes gets both traces from one source.
+        # Callers do not run it. They read which weights, buffers, keys and draws it uses, and which
+        # of them it changes. This does not depend on whose statistics it has. A caller that
+        # compares two sizes gets both traces from one source.
         return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property

@@ -160,16 +160,17 @@ class Stops:
     Args:
         consensus: the consensus among the processes.
         request: the stop request of this process.
-        should_stop: maps the latest record of metrics to whether to stop; None never stops.
+        should_stop: maps the latest record of metrics to whether to stop, or to the reason to
+            stop; None never stops.
     """
 
     consensus: StopConsensus
     request: StopRequest
-    should_stop: Callable[[Mapping[str, float]], bool] | None = None
+    should_stop: Callable[[Mapping[str, float]], bool | str] | None = None
 
     @property
     def reason(self) -> str:
-        """The reason to stop: a signal, `should_stop`, or another process."""
+        """The reason to stop: a signal, that of `should_stop`, or another process."""
         return self.request.reason or _ANOTHER
 
     def between_steps(self, latest: Mapping[str, float]) -> bool:
@@ -179,8 +180,9 @@ class Stops:
             latest: the latest record; empty before the first record of training, and after a
                 rollback until the next one.
         """
-        if self.should_stop is not None and latest and self.should_stop(latest):
-            self.request.ask("should_stop")
+        wish = self.should_stop is not None and latest and self.should_stop(latest)
+        if wish:
+            self.request.ask(wish if isinstance(wish, str) else "should_stop")
         return self.meanwhile()
 
     def meanwhile(self) -> bool:

@@ -679,9 +679,10 @@ class TrainResult:
         num_steps: the number of steps that the state has taken.
         first_step: the number of steps that the state had taken before this call; seconds and
             throughput do not include them.
-        reason: why the run ended: `finished`; `early stopping`; `should_stop`, if that argument of
-            the `Trainer` returned true; `out of data`; the name of a signal, such as `SIGINT`; or
-            `another process`, if another process had a reason to stop.
+        reason: why the run ended: `finished`; `early stopping`; the text that the `should_stop` of
+            the `Trainer` returned, or `should_stop`, if it returned true; `out of data`; the name
+            of a signal, such as `SIGINT`; or `another process`, if another process had a reason to
+            stop.
         train_curve: pairs of step and mean training loss.
         validation_curve: pairs of step and validation loss.
         metric_curves: the training and validation curves of every other validated metric of the

@@ -80,8 +80,8 @@ class Trainer:
         writers: receive the metrics. They stay open: close them after `fit`.
         progress: displays the progress of the run.
         should_stop: called before every step with the latest record of metrics, once there is one.
-            The run ends on all processes once it returns true on one; with several processes, two
-            steps later. See below for the keys.
+            The run ends on all processes once it returns true on one, or a text, which is then the
+            reason; with several processes, two steps later. See below for the keys.
         save: `save(state, number, score)` is called between two steps. It gets the state, the
             number of steps taken, and the state's score by the `best_metric` of the options
             (smaller is better), or None if the state was not validated or the score is not finite.
@@ -169,7 +169,7 @@ class Trainer:
     validation: ValidationSet | Mapping[str, ValidationSet] | None = None
     writers: Sequence[MetricWriter] = ()
     progress: Progress = SilentProgress()
-    should_stop: Callable[[Mapping[str, float]], bool] | None = None
+    should_stop: Callable[[Mapping[str, float]], bool | str] | None = None
     save: Callable[[TrainState, int, float | None], None] | None = None
     copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None

@@ -336,6 +336,11 @@ def test_should_stop_reads_the_records(world):
     assert (result.reason, result.num_steps) == ("should_stop", 5)
 
 
+def test_a_text_that_should_stop_returns_is_the_reason(world):
+    result = fit(FakeStep(world), 8, should_stop=lambda record: "an hour has passed")
+    assert (result.reason, result.is_interrupted) == ("an hour has passed", False)
+
+
 def test_ends_with_the_data(world):
     result = fit(FakeStep(world), 10, batches=[0, 1, 2])
     assert (result.reason, result.num_steps) == ("out of data", 3)
