@@ -19,7 +19,7 @@ from ..core.errors import (
     UnsupportedError,
     reworded,
 )
-from ..core.files import Address, Place, as_place, kind_at, sync_path
+from ..core.files import Address, Place, as_place, kind_at, sync_entries
 from ..core.own_context import in_own_context
 from ..core.typing import PyTree
 from . import object_store
@@ -543,7 +543,7 @@ class CheckpointManager:
                 with contextlib.suppress(OSError):
                     put_back(self.folder / _name_without(leftover))
                     # Sync first: the leftover may be all that the disk has of this checkpoint.
-                    sync_path(self.folder)
+                    sync_entries(self.folder)
                     if foreign_in(leftover, may_be_partial=True) is None:
                         shutil.rmtree(leftover)
         entries = self.entries()

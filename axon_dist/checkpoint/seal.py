@@ -31,6 +31,7 @@ from ..core.files import (
     open_regular,
     read_bytes,
     sync,
+    sync_entries,
     sync_path,
 )
 from ..core.typing import Array
@@ -175,7 +176,7 @@ def publish(folder: Path) -> None:
     if os.path.lexists(folder):
         if os.path.lexists(replaced):
             # Left by a save that was killed after its rename, which may not be synced yet.
-            sync_path(folder.parent)
+            sync_entries(folder.parent)
             _discard(replaced)
         os.rename(folder, replaced)
         try:
@@ -185,7 +186,7 @@ def publish(folder: Path) -> None:
             raise
     else:
         os.rename(staging_of(folder), folder)
-    sync_path(folder.parent)
+    sync_entries(folder.parent)
     with contextlib.suppress(OSError):
         _discard(replaced)
 
@@ -220,7 +221,7 @@ def remove(folder: Place) -> None:
     _discard(replaced_of(folder))
     unnamed = staging_of(folder)
     os.rename(folder, unnamed)
-    sync_path(folder.parent)
+    sync_entries(folder.parent)
     _discard(unnamed)
 
 

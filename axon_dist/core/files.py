@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -70,6 +71,13 @@ def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> 
             "surrogates",
             code="path-encoding",
         ) from cause
+    if any("\udc80" <= letter <= "\udcff" for letter in os.fsdecode(name)):
+        # Python keeps bytes that it cannot decode as surrogates, which Orbax cannot take.
+        raise error(
+            f"{label}: got {shown}, which is not in the encoding of this system's file names, "
+            f"{sys.getfilesystemencoding()}; rename it",
+            code="path-encoding",
+        )
     if _SCHEME.match(str(text)):
         # Path would turn it into a local folder, and the files would be lost with the machine.
         raise error(
@@ -221,7 +229,7 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterato
             os.unlink(temporary)
         raise
     if durable:
-        sync_path(path.parent)
+        sync_entries(path.parent)
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
@@ -258,8 +266,20 @@ def sync(descriptor: int) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Syncs a file, or the entries of a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """Syncs a file, or the entries of a folder, to disk; refuses a link."""
+    _sync_opened(path, os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
+def sync_entries(folder: Path) -> None:
+    """Syncs the entries of a folder to disk.
+
+    The folder may be a link, as where a folder of runs lies on another disk.
+    """
+    _sync_opened(folder, os.O_DIRECTORY)
+
+
+def _sync_opened(path: Path, flags: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         sync(descriptor)
     finally:
@@ -271,7 +291,7 @@ def make_folder(path: Path) -> None:
     missing = [one for one in (path, *path.absolute().parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
-        sync_path(one.parent)
+        sync_entries(one.parent)
 
 
 def read_bytes(

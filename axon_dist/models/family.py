@@ -441,6 +441,10 @@ class Family:
         entries: dict[str, Any] = {}
         if self.windows:
             entries["sliding_window"] = max(sizes, default=None)
+        # Models without `use_sliding_window` (Gemma) make the mask of a window also where no layer
+        # has one, and transformers then raises if there is no size.
+        if not sizes and self.windows == "listed" and not self._has("use_sliding_window"):
+            entries["sliding_window"] = self.defaults["sliding_window"]
         if self._has("use_sliding_window"):
             entries["use_sliding_window"] = bool(sizes)
         if self.windows == "listed":

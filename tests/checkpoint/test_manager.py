@@ -59,6 +59,18 @@ def test_the_last_the_best_and_every_nth_stay(type, background, tmp_path):
     np.testing.assert_array_equal(restored.state["w"], state(8)["w"])
 
 
+@KINDS
+def test_checkpoints_are_saved_to_a_folder_that_is_a_link(type, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    for _ in range(2):
+        with CheckpointManager(tmp_path / "link", Retention(last=1), type=type) as manager:
+            manager.save(1, state(1))
+            manager.save(2, state(2))
+    assert names(tmp_path / "disk") == step_names(2)
+    assert CheckpointManager(tmp_path / "link").restore_newest(state(0)).step == 2
+
+
 def test_a_save_in_the_background_returns_before_it_is_written(tmp_path, monkeypatch):
     go, begin = threading.Event(), store.OrbaxStore.begin
 

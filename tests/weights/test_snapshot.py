@@ -312,6 +312,18 @@ def test_rotary_parameters_of_both_kinds_of_layers():
     assert found.rope_scaling == RopeScaling("linear", 8.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "written"), [("hf-gemma2", 4096), ("hf-gemma3", 4096), ("hf-qwen3", None)]
+)
+def test_a_size_of_windows_is_written_where_transformers_needs_it_without_a_window(name, written):
+    family = FORMATS[name]
+    whole = of_family(name, rope_scaling=None, windows=(), local_rope_theta=None)
+    entries = family.to_hub(whole)
+    assert entries["sliding_window"] == written
+    assert set(entries["layer_types"]) == {"full_attention"}
+    assert family.from_hub(entries).windows == ()
+
+
 def test_rotary_parameters_of_layers_with_a_window_are_ignored_where_there_is_no_such_layer():
     family = FORMATS["hf-gemma3"]
     whole = of_family("hf-gemma3", rope_scaling=None, windows=(), local_rope_theta=None)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import open_regular, replacing
+from axon_dist.core.files import as_path, make_folder, open_regular, replace_text, replacing
 from axon_dist.train.loop import JsonlWriter
 from axon_dist.train.loop.writers import TolerantWriter
 from benchmarks.disk_errors import measure_errors
@@ -104,8 +104,23 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hard", "link", "mine"]
 
 
+def test_files_are_written_to_a_folder_that_is_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    replace_text(tmp_path / "link" / "a.txt", "whole")
+    make_folder(tmp_path / "link" / "inner" / "folder")
+    assert (tmp_path / "disk" / "a.txt").read_text() == "whole"
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["a.txt", "inner"]
+
+
 def test_metrics_are_not_added_to_what_a_link_leads_to(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="is a link, which is not followed"):
         JsonlWriter(tmp_path / "metrics.jsonl")
+
+
+def test_a_path_that_is_not_in_the_encoding_of_file_names_is_refused(tmp_path):
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    with pytest.raises(ConfigError, match=r"run_dir: got '.*caf\\udce9', which is not in the enc"):
+        as_path(odd, "run_dir")
