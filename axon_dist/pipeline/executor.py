@@ -338,8 +338,8 @@ class Executor:
                 if self.fuse_last_forward and last == 0:
                     return x, x, stash, histories
                 # The stage runs forward here, and again in its backward pass. `inspect.waterfall`
-                # counts this pass as the recomputed one, because with `fuse_last_forward` the last
-                # stage has only the other.
+                # counts the run here as recomputed, because with `fuse_last_forward` the last stage
+                # has only the run in its backward pass.
                 with jax.named_scope(RUN_TWICE):
                     y = operands.run(program)
                 return x, y.sent, stash, self._updated_buffers(program, entry, y, histories)

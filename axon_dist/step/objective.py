@@ -316,8 +316,8 @@ def mean_loss(loss: Weighted) -> Array:
 def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
     """Returns metrics as weighted sums; a metric without a weight gets that of the loss.
 
-    A `Count` gives its total alone, the only result of an integer dtype: the weights of all parts
-    add up to 1.
+    A `Count` gives its total without a weight, because the weights of all parts add up to 1. It is
+    the only result of an integer dtype, by which it is known later.
     """
     weight = outcome.loss.weight
 
@@ -339,9 +339,9 @@ def shard_metrics(outcome: Outcome, num_parts: int) -> dict[str, Array | Weighte
     """Returns the metrics of one of `num_parts` parts of a batch, ready to be added up.
 
     Those of a single part are not weighted: a metric would be 0 in a batch without weight, and an
-    integer would become a float. So they are those of `gradient_means`, except that a pipeline
-    returns bools and half precision in float32, and `Weighted(integer, 1)` becomes a float, because
-    its weight is an array here.
+    integer would become a float. So they are those of `gradient_means`, with two exceptions. A
+    pipeline returns bools and half precision in float32. `Weighted(integer, 1)` becomes a float in
+    a pipeline, because there its weight is an array.
     """
     if num_parts > 1:
         return weighted_metrics(outcome)

@@ -4,9 +4,10 @@ Microbatches and ranks see parts of a batch. If the loss is a mean or a sum over
 `Weighted`, the step computes the loss and the gradient of the whole batch, no matter how the batch
 is cut. If the loss couples the samples, for example by comparing each sample with every other,
 ranks must not compute it from their own samples. With one microbatch the step then runs in global
-view; with several it is refused, unless `separable` is given: True averages over all parts, False
-over the microbatches. It is also refused if an option needs ranks that work on their own, unless
-`separable=True`.
+view; with several it is refused, unless `separable` is given. With `separable=True` the losses of
+all parts are averaged, of which each rank has one in each microbatch. With `separable=False` all
+ranks compute each microbatch together, and the microbatches are averaged. It is also refused if an
+option needs ranks that work on their own, unless `separable=True`.
 
 An output that does not follow from the outputs for the parts may still follow from sums over the
 samples, such as `sqrt(mean)`: see `loss_sums.py`. `Traces` in `sample_traces.py` traces the loss
@@ -566,8 +567,7 @@ class Separator:
         # is traced without them.
         # It may be a trace that `of` has made, with statistics over all parts and marked experts.
         # Callers do not run it. They read which weights, buffers, keys and draws it uses, and which
-        # of them it changes. This does not depend on whose statistics it has. A caller that
-        # compares two sizes gets both traces from one source.
+        # of them it changes. This does not depend on whose statistics it has.
         return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property
@@ -650,8 +650,8 @@ class Separator:
                 "microbatch together, and the losses of the microbatches are averaged",
                 code="coupled-loss",
             )
-        # The error names another metric first: it may be the reason why functions of sums were not
-        # computed from their sums.
+        # Metrics that are not functions of sums come first: one of them may be the reason why the
+        # others were not computed from their sums.
         metrics = sorted(
             dependence.metrics.items(),
             key=lambda item: any(why in item[1].why for why in OF_SUMS),

@@ -80,8 +80,8 @@ class Trainer:
         writers: receive the metrics. They stay open: close them after `fit`.
         progress: displays the progress of the run.
         should_stop: called before every step with the latest record of metrics, once there is one.
-            The run ends on all processes once it returns true on one, or a text, which is then the
-            reason; with several processes, two steps later. See below for the keys.
+            The run ends on all processes once it returns true, or a text that gives the reason, on
+            any of them; with several processes, two steps later. See below for the keys.
         save: `save(state, number, score)` is called between two steps. It gets the state, the
             number of steps taken, and the state's score by the `best_metric` of the options
             (smaller is better), or None if the state was not validated or the score is not finite.
