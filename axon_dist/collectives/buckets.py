@@ -152,8 +152,8 @@ def check_capacity(capacity: int) -> None:
     """Raises `ConfigError` unless a bucket can hold at least one element."""
     if not COUNT.holds(capacity):
         raise ConfigError(
-            f"got a bucket capacity of {capacity!r}; it is a number of elements, at least 1, such "
-            f"as {DEFAULT_CAPACITY}"
+            f"got a bucket capacity of {capacity!r:.80}; it is a number of elements, at least 1, "
+            f"such as {DEFAULT_CAPACITY}"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from ..core.checks import COUNT, is_number
+from ..core.checks import COUNT, TEXT, is_number
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array
 
@@ -68,13 +68,14 @@ class Quantized:
     block: int = 256
 
     def __post_init__(self) -> None:
-        if self.kind not in _LARGEST:
+        if not TEXT.holds(self.kind) or self.kind not in _LARGEST:
             raise ConfigError(
-                f"unknown kind {self.kind!r}.{did_you_mean(str(self.kind), _LARGEST)}"
+                f"unknown kind {self.kind!r:.80}.{did_you_mean(str(self.kind), _LARGEST)}"
             )
         if not COUNT.holds(self.block):
             raise ConfigError(
-                f"block is {self.block!r}; give the number of values that share a scale, at least 1"
+                f"block is {self.block!r:.80}; give the number of values that share a scale, at "
+                "least 1"
             )
 
     def mean(
@@ -169,8 +170,8 @@ class TopK:
     def __post_init__(self) -> None:
         if not is_number(self.share) or not 0 < self.share <= 1:
             raise ConfigError(
-                f"share is {self.share!r}; give the fraction of numbers to send, above 0 and at "
-                "most 1, such as 0.01"
+                f"share is {self.share!r:.80}; give the fraction of numbers to send, above 0 and "
+                "at most 1, such as 0.01"
             )
 
     def mean(

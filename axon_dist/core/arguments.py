@@ -76,6 +76,7 @@ class ArgumentKind:
                 isinstance(x, Iterable)
                 and not isinstance(x, (str, bytes, Mapping, Iterator, type))
                 and getattr(x, "ndim", 1) > 0
+                and _has_end(x)
                 and all(map(self.holds, x))
             ),
             self.error,
@@ -284,13 +285,27 @@ def is_whole(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether a value is a finite Python or numpy number."""
-    return REAL.holds(value) and math.isfinite(value)  # pyright: ignore[reportArgumentType]
+    try:
+        return REAL.holds(value) and math.isfinite(value)  # pyright: ignore[reportArgumentType]
+    except OverflowError:  # A whole number that no float can hold.
+        return False
+
+
+_MOST_ITEMS = 2**26
 
 
 def _is_scalar(value: Any) -> bool:
     """Whether a value is a number other than NaN, or a scalar JAX array."""
     is_real = REAL.holds(value) and value == value
     return is_real or (hasattr(value, "aval") and value.shape == ())
+
+
+def _has_end(value: Any) -> bool:
+    """Whether a value has few enough items to look at each; `range(10**12)` has not."""
+    try:
+        return not hasattr(value, "__len__") or len(value) <= _MOST_ITEMS
+    except OverflowError:  # A length of more than 63 bits.
+        return False
 
 
 def _is_array(value: Any) -> bool:
@@ -339,11 +354,14 @@ NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.sev
 _ANYTHING = ArgumentKind("as the docstring describes", lambda _: True)
 _KNOWN = "axon_dist.", "flax.", "jax", "optax."
 """Modules whose classes are checked by `isinstance`."""
+FLOAT = ArgumentKind("a number", _is_scalar)
+"""A number other than NaN, or a scalar JAX array."""
+FLAG = ArgumentKind("True or False", lambda x: type(x).__name__ in ("bool", "bool_"))
 _PLAIN: MappingProxyType[type, ArgumentKind] = MappingProxyType(
     {
         int: WHOLE,
-        float: ArgumentKind("a number", _is_scalar),
-        bool: ArgumentKind("True or False", lambda x: type(x).__name__ in ("bool", "bool_")),
+        float: FLOAT,
+        bool: FLAG,
         str: TEXT,
         Path: ArgumentKind("a pathlib.Path", lambda x: isinstance(x, os.PathLike)),
         NoneType: ArgumentKind("None", lambda x: x is None),

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 
 class AxonDistError(Exception):
@@ -245,7 +245,19 @@ def unknown(cls: type[enum.Enum], value: object) -> ConfigError:
     return ConfigError(f"{cls.__name__} got {value!r:.80}, and has no such member.{hint}")
 
 
-class NamedChoice(enum.StrEnum):
+if TYPE_CHECKING:
+    _Choice = enum.EnumType
+else:
+
+    class _Choice(enum.EnumType):
+        def __call__(cls, value, *args, **kwargs):
+            # Enum compares a value without a hash to every member, which an array cannot answer.
+            if not args and not kwargs and type(value).__hash__ is None:
+                raise unknown(cls, value)
+            return super().__call__(value, *args, **kwargs)
+
+
+class NamedChoice(enum.StrEnum, metaclass=_Choice):
     """A `StrEnum` whose members are looked up by their values, in upper or lower case.
 
     Raises:
@@ -255,7 +267,7 @@ class NamedChoice(enum.StrEnum):
     @classmethod
     def named(cls, value: object) -> Self | None:
         """Returns the member of a value in upper or lower case; None for any other value."""
-        text = value.lower() if isinstance(value, str) else value
+        text = value.lower() if isinstance(value, str) else None
         return next((member for member in cls if member.value.lower() == text), None)
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 
 import jax
 
-from ..core.arguments import check_fields, is_whole
+from ..core.arguments import check_fields, is_number, is_whole
 from ..core.compat import (
     SharedStore,
     backend_started,
@@ -170,8 +170,9 @@ class Timeouts:
         check_fields(self)
         for name, seconds in zip(_TIMEOUTS, dataclasses.astuple(self), strict=True):
             if not 0 < seconds <= _MOST_SECONDS:
+                given = f"{seconds:g}" if is_number(seconds) else f"{seconds!s:.60}"
                 raise LaunchError(
-                    f"{name}={seconds:g} must be more than 0 seconds and at most {_MOST_SECONDS}, "
+                    f"{name}={given} must be more than 0 seconds and at most {_MOST_SECONDS}, "
                     "a month; change it"
                 )
 

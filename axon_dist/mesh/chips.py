@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ..core.arguments import TEXT
 from ..core.compat import gpu_pipelining
 from ..core.errors import ConfigError, did_you_mean
 from .group import Groups
@@ -538,9 +539,10 @@ def hardware(name: str) -> Hardware:
         >>> hardware("v5p").memory_bytes // 10**9
         95
     """
+    TEXT.check("hardware", "name", name)
     known = chip_names()
     if name not in known:
-        raise ConfigError(f"the table of chips has no {name!r}.{did_you_mean(name, known)}")
+        raise ConfigError(f"the table of chips has no {name!r:.80}.{did_you_mean(name, known)}")
     return HARDWARE[known[name]]
 
 
@@ -578,6 +580,7 @@ def parse_cluster(text: str) -> tuple[Hardware, int]:
         >>> row.name, num_devices
         ('h100', 32)
     """
+    TEXT.check("parse_cluster", "text", text)
     name, _, sizes = text.partition(":")
     row = hardware(name)
     parts = sizes.split("x")

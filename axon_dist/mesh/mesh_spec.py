@@ -86,8 +86,8 @@ class MeshSpec:
                 raise MeshError(f"mesh axis {name!r} is named twice in {names}; name it once")
             if not is_whole(size) or size == 0 or size < -1:
                 raise MeshError(
-                    f"mesh axis {name!r} has size {size!r}; it must be a positive number, or -1 "
-                    "for one axis, which takes the remaining devices"
+                    f"mesh axis {name!r} has size {size!r:.80}; it must be a positive number, or "
+                    "-1 for one axis, which takes the remaining devices"
                 )
         unknown = [name for name, size in self.axes if size == -1]
         if len(unknown) > 1:

@@ -11,6 +11,7 @@ from importlib import resources
 
 import jax
 
+from ..core.arguments import TEXT
 from ..core.compat import backend_started
 from ..core.errors import (
     BackendStartedError,
@@ -116,10 +117,13 @@ def parse_target(name: str) -> Target:
         >>> parse_target("v5p:2x2x2").shape
         (2, 2, 2)
     """
+    TEXT.check("parse_target", "name", name)
     called, _, text = name.partition(":")
     known = {_EMULATED: _EMULATED, **chip_names()}
     if called not in known:
-        raise ConfigError(f"no target chip {called!r} in {name!r}.{did_you_mean(called, known)}")
+        raise ConfigError(
+            f"no target chip {called!r:.80} in {name!r:.80}.{did_you_mean(called, known)}"
+        )
     chip = known[called]
     row = _wiring(chip)
     parts = text.split("x")
@@ -127,7 +131,7 @@ def parse_target(name: str) -> Target:
     target = Target(name, row.platform, chip, shape)
     if len(shape) != len(parts) or len(shape) not in row.num_dims or 0 in shape:
         raise ConfigError(
-            f"cannot read the shape {text!r} of target {name!r}; "
+            f"cannot read the shape {text!r:.80} of target {name!r:.80}; "
             f"write it as in {' or '.join(target.examples)}"
         )
     if shape[-1] > row.max_last_dim:

@@ -72,7 +72,8 @@ class ActivationCheckpointing:
         check_fields(self)
         if self.interval != "sqrt" and not COUNT.holds(self.interval):
             raise ConfigError(
-                f"checkpoint interval is {self.interval!r}; it must be at least 1 block, or 'sqrt'"
+                f"checkpoint interval is {self.interval!r:.80}; it must be at least 1 block, or "
+                "'sqrt'"
             )
         valid = [*POLICIES, OFFLOAD]
         if self.policy not in valid:

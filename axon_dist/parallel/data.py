@@ -182,15 +182,15 @@ def zero(
     """
     if not is_whole(stage) or stage not in list(ZeROStage):
         raise ConfigError(
-            f"unknown ZeRO stage {stage!r}; it must be a number from 0 to 3, such as zero(1)"
+            f"unknown ZeRO stage {stage!r:.80}; it must be a number from 0 to 3, such as zero(1)"
         )
     row = ZERO[ZeROStage(stage)]
     axes, defaults = axes_or(axes, "dp")
     over = axes if shard_axes is None else axis_names(shard_axes)
     if not set(over) <= set(axes):
         raise ConfigError(
-            f"shard axes {over} must be one or more of the batch axes {axes}; the ranks that split "
-            "an array must have different samples"
+            f"shard axes {over!s:.200} must be one or more of the batch axes {axes}; the ranks "
+            "that split an array must have different samples"
         )
     label = name or f"zero{int(stage)}"
     split = LargestDim(over, min_elements, label)

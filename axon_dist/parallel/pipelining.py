@@ -98,7 +98,7 @@ def pipelined(
     table = read_schedule(schedule, num_ranks, num_microbatches, chunks)
     table = with_vocabulary(table) if split_vocabulary else table
     if backward not in (valid := [*BACKWARD, *POLICIES]):
-        raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
+        raise ConfigError(f"backward={backward!r:.80} is unknown.{did_you_mean(backward, valid)}")
     saves_residuals = backward != "recompute"
     entries = (classes,) if isinstance(classes, (str, type)) else classes
     names = tuple(each if isinstance(each, str) else each.__name__ for each in entries)

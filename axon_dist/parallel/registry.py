@@ -292,8 +292,8 @@ def _tensor(
     """
     if isinstance(plan, str) and plan not in (AUTO, *PRESETS):
         raise ConfigError(
-            f"no plan is called {plan!r}.{did_you_mean(plan, (AUTO, *PRESETS))} Or give patterns, "
-            "such as {up$: column, down$: row}"
+            f"no plan is called {plan!r:.80}.{did_you_mean(plan, (AUTO, *PRESETS))} Or give "
+            "patterns, such as {up$: column, down$: row}"
         )
     resolved = suggest_plan(model) if plan == AUTO else plan
     return tensor_parallel(resolved, sequence=sequence, rings=rings)

@@ -364,7 +364,7 @@ def as_strategy(strategy: Strategy | HasStrategy) -> Strategy:
     """
     resolved = getattr(strategy, "strategy", strategy)
     if not isinstance(resolved, Strategy):
-        what = repr(strategy) if isinstance(strategy, str) else f"a {type(strategy).__name__}"
+        what = f"{strategy!r:.80}" if isinstance(strategy, str) else f"a {type(strategy).__name__}"
         raise ConfigError(
             f"got {what} for a strategy; give one such as ddp(), or a wrapper such as "
             'DDP(model, world.group("dp"))'

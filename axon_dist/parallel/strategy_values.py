@@ -227,7 +227,9 @@ class SizeBasedAutoWrapPolicy:
 
     def __post_init__(self) -> None:
         if not is_whole(self.min_params) or self.min_params < 1:
-            raise ConfigError(f"min_params is {self.min_params}; it must be at least 1 parameter")
+            raise ConfigError(
+                f"min_params is {self.min_params!r:.80}; it must be at least 1 parameter"
+            )
 
     def units(self, model: nnx.Module) -> frozenset[Path]:
         """The paths of the units of a model; inner modules are decided first."""

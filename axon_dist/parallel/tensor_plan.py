@@ -131,7 +131,7 @@ class Plan:
             return plan
         if isinstance(plan, str):
             if plan not in PRESETS:
-                raise ConfigError(f"no plan is called {plan!r}.{did_you_mean(plan, PRESETS)}")
+                raise ConfigError(f"no plan is called {plan!r:.80}.{did_you_mean(plan, PRESETS)}")
             return cls.of(PRESETS[plan])
         if not isinstance(plan, Mapping):
             raise ConfigError(

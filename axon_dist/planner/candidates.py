@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ..core.checks import COUNT, ArgumentKind, checked, made_by
+from ..core.checks import COUNT, NUMBER, TEXT, ArgumentKind, checked, made_by
 from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mean
 from ..core.own_context import in_own_context
 from ..core.renamed import renamed_attribute
@@ -85,6 +85,7 @@ class Workload:
     activations: int = 0
 
     def __post_init__(self) -> None:
+        NUMBER.check("Workload", "num_params", self.num_params)
         if self.num_params < 1:
             raise ConfigError("the model has no trainable parameters; there is nothing to plan")
         COUNT.check("Workload", "global_batch", self.global_batch)
@@ -282,6 +283,7 @@ class Candidate:
     schedule: str = PipelineSchedule.EAGER_1F1B
 
     def __post_init__(self) -> None:
+        TEXT.check("Candidate", "strategy", self.strategy)
         object.__setattr__(self, "strategy", resolve_name(self.strategy)[0])
         object.__setattr__(self, "schedule", PipelineSchedule(self.schedule))
         self.validate()
@@ -291,7 +293,7 @@ class Candidate:
         known = STRATEGIES.of_data()
         if self.strategy not in known:
             raise ConfigError(
-                f"unknown strategy {self.strategy!r}.{did_you_mean(self.strategy, known)}"
+                f"unknown strategy {self.strategy!r:.80}.{did_you_mean(self.strategy, known)}"
             )
         for field in (*AXES, "replicas", "num_microbatches"):
             COUNT.check("Candidate", field, getattr(self, field))
@@ -389,6 +391,7 @@ def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
         >>> str(candidate_for("zero1", 4).mesh), str(candidate_for("fsdp", 4).mesh)
         ('dp=4', 'fsdp=4')
     """
+    TEXT.check("candidate_for", "strategy", strategy)
     row = STRATEGIES.of_data().get(resolve_name(strategy)[0])
     sizes: Mapping[str, Any] = {} if row is None else next(row.sizes(num_ranks, 1), {})
     return Candidate(strategy=strategy, **(sizes or {"dp": num_ranks}), **rest)

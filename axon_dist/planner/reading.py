@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
+from ..core.arguments import SIZE
 from ..core.errors import ConfigError
 from ..core.files import host_memory
 from ..core.renamed import renamed_arguments
@@ -28,7 +30,8 @@ from ..mesh import World
 from ..mesh.chips import Hardware, machine_of
 from ..mesh.rates import AttentionShape, ProductShape, rates_of
 from ..nn import ActivationCheckpointing
-from ..schedule import Costs, build_schedule, simulate
+from ..schedule import Costs, PipelineSchedule, build_schedule, simulate
+from ..schedule.action import check_sizes
 from .device import liveness_program
 from .kernel_work import KernelWork, kernel_work
 from .liveness import peak_of
@@ -70,7 +73,6 @@ class StepCost:
         return lost / (self.compute + lost)
 
 
-@functools.cache
 @renamed_arguments(num_stages="num_devices")
 def idle_share(
     schedule: str, num_devices: int, num_microbatches: int, recomputed: int = 1
@@ -90,6 +92,16 @@ def idle_share(
         >>> idle_share("gpipe", 4, 8) == 3 / 8
         True
     """
+    check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
+    SIZE.check("idle_share", "recomputed", recomputed)
+    sizes = map(operator.index, (num_devices, num_microbatches, recomputed))
+    return _idle_share(PipelineSchedule(schedule), *sizes)
+
+
+@functools.cache
+def _idle_share(
+    schedule: PipelineSchedule, num_devices: int, num_microbatches: int, recomputed: int
+) -> float:
     if num_devices == 1:
         return 0.0
     work = num_microbatches * (3 + recomputed)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from types import MappingProxyType
 
-from ..core.arguments import COUNT, REAL, ArgumentKind, checked
+from ..core.arguments import COUNT, REAL, TEXT, ArgumentKind, checked, whole
 from ..core.errors import ConfigError, NamedChoice, did_you_mean
 from ..mesh.chips import HARDWARE
 
@@ -20,10 +21,14 @@ LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 """The factor of the learning rate, given the factor of the batch."""
 
 
+_LARGEST = sys.float_info.max
+
 # A tracer (it has an `aval`) is tested too: its truth value is unknown, and so JAX's error shows.
 POSITIVE = ArgumentKind(
-    "a number above 0", lambda x: (REAL.holds(x) or hasattr(x, "aval")) and x > 0
+    "a number above 0, which a float can hold",
+    lambda x: (REAL.holds(x) or hasattr(x, "aval")) and x > 0 and (x == math.inf or x <= _LARGEST),
 )
+MANY = whole(", at least 1 and at most 10^18", 1, 10**18)
 
 
 @checked(local=COUNT, dp=COUNT, accum=COUNT)
@@ -45,7 +50,7 @@ def effective_batch(local: int, dp: int, accum: int = 1) -> int:
     return local * dp * accum
 
 
-@checked(base=POSITIVE, batch=COUNT, base_batch=COUNT)
+@checked(base=POSITIVE, batch=MANY, base_batch=MANY)
 def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> float:
     """Returns the learning rate for another batch size.
 
@@ -68,11 +73,11 @@ def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> 
     Source: Goyal et al., arXiv:1706.02677 (linear); Malladi et al., arXiv:2205.10287 (sqrt).
     """
     if rule not in LR_RULES:
-        raise ConfigError(f"unknown learning-rate rule {rule!r}.{did_you_mean(rule, LR_RULES)}")
+        raise ConfigError(f"unknown learning-rate rule {rule!r:.80}.{did_you_mean(rule, LR_RULES)}")
     return base * LR_RULES[rule](batch / base_batch)
 
 
-@checked(t1=POSITIVE, tn=POSITIVE, n=COUNT)
+@checked(t1=POSITIVE, tn=POSITIVE, n=MANY)
 def scaling_efficiency(t1: float, tn: float, n: int) -> float:
     """Returns the share of n-fold speed that n devices reach on the same work, `t1/(n tn)`.
 
@@ -190,6 +195,7 @@ def parse_memory(text: str) -> int:
         >>> parse_memory("80GiB")
         85899345920
     """
+    TEXT.check("parse_memory", "text", text)
     match = _NUMBER.fullmatch(text)
     if match is not None and not match.group(2):
         raise ConfigError(
@@ -221,15 +227,15 @@ def parse_count(text: str | float) -> int:
 def _parse(text: str | float, units: dict[str, int], what: str, example: str) -> int:
     match = _NUMBER.fullmatch(str(text))
     if match is None:
-        raise ConfigError(f"cannot read {text!r} as a {what}; write it as in {example}")
+        raise ConfigError(f"cannot read {text!r:.80} as a {what}; write it as in {example}")
     number, unit = match.groups()
     unit = unit or next(iter(units))
     if unit not in units:
-        raise ConfigError(f"unknown unit {unit!r} in {text!r}.{did_you_mean(unit, units)}")
+        raise ConfigError(f"unknown unit {unit!r:.80} in {text!r:.80}.{did_you_mean(unit, units)}")
     exact = float(number) * units[unit]
     if not math.isfinite(exact):
-        raise ConfigError(f"got {text!r}, which is more than a {what} can be; write {example}")
+        raise ConfigError(f"got {text!r:.80}, which is more than a {what} can be; write {example}")
     value = round(exact)
     if value < 1:
-        raise ConfigError(f"got {text!r}; a {what} must be positive, as in {example}")
+        raise ConfigError(f"got {text!r:.80}; a {what} must be positive, as in {example}")
     return value

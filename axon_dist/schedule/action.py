@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Container
-from typing import NamedTuple, SupportsIndex
+from collections.abc import Callable, Container, Mapping
+from typing import Any, NamedTuple, SupportsIndex
 
 from ..core.errors import NamedChoice, ScheduleError
 
@@ -98,7 +98,7 @@ Cell = tuple[Action, ...]
 
 _PATTERN = re.compile(r"([0-9]+)([EFVBIWG])([0-9]+)")
 
-_MOST_ACTIONS = 2**20
+MOST_ACTIONS = 2**20
 
 
 def check_positive(**sizes: SupportsIndex) -> None:
@@ -114,12 +114,7 @@ def check_positive(**sizes: SupportsIndex) -> None:
         >>> check_positive(num_layers=20_000)
     """
     for name, size in sizes.items():
-        try:
-            # `operator.index` accepts NumPy integers too.
-            is_size = not isinstance(size, bool) and operator.index(size) >= 1
-        except TypeError:
-            is_size = False
-        if not is_size:
+        if not is_index(size) or operator.index(size) < 1:
             raise ScheduleError(f"got {name}={size!r:.80}. It must be an integer of at least 1.")
 
 
@@ -138,12 +133,35 @@ def check_sizes(**sizes: SupportsIndex) -> None:
     """
     check_positive(**sizes)
     actions = math.prod(operator.index(size) for size in sizes.values())
-    if actions > _MOST_ACTIONS:
+    if actions > MOST_ACTIONS:
         named = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ScheduleError(
-            f"got {named}, a table of {actions} forwards, which must be at most {_MOST_ACTIONS}. "
+            f"got {named}, a table of {actions} forwards, which must be at most {MOST_ACTIONS}. "
             "Lower one of them."
         )
+
+
+def is_index(value: Any) -> bool:
+    """Whether a value is a whole number of Python, numpy or JAX; booleans are not."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) is not None
+    except TypeError:
+        return False
+
+
+def is_list(value: Any, lengths: Container[int], holds: Callable[[Any], bool]) -> bool:
+    """Whether a value is a list, tuple or array of one of these lengths whose items all hold.
+
+    Example:
+        >>> is_list([1, 2], range(3), is_index), is_list(range(10**12), range(3), is_index)
+        (True, False)
+    """
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(type(value), "__getitem__"):
+        return False
+    try:
+        return len(value) in lengths and all(map(holds, value))
+    except (TypeError, OverflowError):  # It has no length, or one of more than 63 bits.
+        return False
 
 
 def receiver(action: Action, num_stages: int) -> Action | None:

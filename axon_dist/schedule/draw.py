@@ -9,8 +9,9 @@ from itertools import groupby
 from math import ceil
 from typing import NamedTuple
 
+from ..core.arguments import FLAG
 from ..core.errors import ScheduleError
-from .action import Action, Phase
+from .action import Action, Phase, is_index
 from .simulate import Timeline
 from .table import Schedule
 
@@ -140,8 +141,11 @@ def draw(
         F forward   B backward
     """
     Schedule.check(schedule, "a drawing")
-    if width is not None and not width >= 40:  # `not >=` refuses NaN too
-        raise ScheduleError(f"got width={width}. A drawing needs at least 40 columns.")
+    FLAG.check("draw", "color", color)
+    if width is not None and (not is_index(width) or width < 40):
+        raise ScheduleError(
+            f"got width={width!r:.80}. A drawing needs a whole number of at least 40 columns."
+        )
     rows = boxes(schedule, timeline)
     scale, end = _scale(schedule, rows), max(box.end for row in rows for box in row)
     length = 1 + round(scale * end)

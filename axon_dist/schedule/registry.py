@@ -9,6 +9,7 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple, Self
 
+from ..core.arguments import FLOAT
 from ..core.errors import NamedChoice, ScheduleError, did_you_mean
 from ..core.renamed import renamed_arguments
 from .action import Phase, check_positive, check_sizes
@@ -320,7 +321,9 @@ def efficiency(num_microbatches: int, num_stages: int) -> float:
         0.7273
     """
     check_positive(num_microbatches=num_microbatches, num_stages=num_stages)
-    return num_microbatches / (num_microbatches + num_stages - 1)
+    # Of Python, because sums of numpy's integers have 64 bits.
+    microbatches, stages = operator.index(num_microbatches), operator.index(num_stages)
+    return microbatches / (microbatches + stages - 1)
 
 
 def min_microbatches(num_stages: int, target: float) -> int:
@@ -341,10 +344,10 @@ def min_microbatches(num_stages: int, target: float) -> int:
         27
     """
     check_positive(num_stages=num_stages)
-    if not 0 < target < 1:
+    if not FLOAT.holds(target) or not 0 < target < 1:
         raise ScheduleError(
-            f"got an efficiency target of {target!r}. It must lie between 0 and 1, both excluded: "
-            "a pipeline of several stages always has a bubble; try 0.9."
+            f"got an efficiency target of {target!r:.80}. It must lie between 0 and 1, both "
+            "excluded: a pipeline of several stages always has a bubble; try 0.9."
         )
     exact = Fraction(str(target))  # via `str`, so that 0.9 is nine tenths, unlike the float
     return max(1, ceil(exact * (num_stages - 1) / (1 - exact)))

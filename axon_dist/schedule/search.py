@@ -19,7 +19,7 @@ from ..core.renamed import renamed_arguments
 from .action import Action, Cell, Phase, check_sizes, dependencies
 from .memory import STASH_ENDS, peak_live
 from .registry import SCHEDULES, build_schedule
-from .simulate import Costs, simulate, times_of
+from .simulate import Costs, costs_of, simulate, times_of
 from .table import Schedule
 
 Times = Mapping[tuple[int, Phase], float]
@@ -303,7 +303,7 @@ def search(
         raise ScheduleError(
             f"got memory={memory!r:.60}. Give a number of microbatches above 0; inf is no limit."
         )
-    costs = Costs() if costs is None else costs
+    costs = costs_of(costs)
     _check_weights(costs, num_devices, chunks)
     best: SearchResult | None = None
     least = inf

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from typing import Any, NamedTuple
 
-from ..core.arguments import is_number
+from ..core.arguments import FLAG, is_number
 from ..core.errors import ConfigError, NamedChoice, ScheduleError
 from .action import TOGETHER, Action, Phase, receiver
 from .memory import STASH_ENDS, peak_live
@@ -136,10 +135,10 @@ class Costs:
                 f"got stage_weights={weights!r:.60}, a {type(weights).__name__}. Give a tuple of "
                 "numbers, one for each stage."
             )
-        if weights and not (all(0 <= weight < inf for weight in weights) and any(weights)):
+        if weights and not (all(is_number(x) and x >= 0 for x in weights) and any(weights)):
             raise ScheduleError(
-                f"got stage_weights={weights}. Each must be a finite number of at least 0, and one "
-                "of them more; 1 is an equal share."
+                f"got stage_weights={weights!s:.200}. Each must be a finite number of at least 0, "
+                "and one of them more; 1 is an equal share."
             )
 
     def of(self, phase: Phase) -> float:
@@ -237,14 +236,25 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: bool = Fa
         33.0
     """
     Schedule.check(schedule)
+    FLAG.check("simulate", "lockstep", lockstep)
+    costs = costs_of(costs)
+    walk = _walk_ticks if lockstep else _walk_freely
+    spans, makespan = walk(schedule, times_of(schedule, costs), costs.transfer)
+    return Timeline(spans, makespan, peak_live(schedule), peak_live(schedule, STASH_ENDS), lockstep)
+
+
+def costs_of(costs: Costs | None) -> Costs:
+    """Returns the costs, those by default for None.
+
+    Raises:
+        ScheduleError: for anything else.
+    """
     costs = Costs() if costs is None else costs
     if not isinstance(costs, Costs):
         raise ScheduleError(
             f"got the costs {costs!r:.60}. Give Costs, such as Costs(f=1, i=1, w=1)."
         )
-    walk = _walk_ticks if lockstep else _walk_freely
-    spans, makespan = walk(schedule, times_of(schedule, costs), costs.transfer)
-    return Timeline(spans, makespan, peak_live(schedule), peak_live(schedule, STASH_ENDS), lockstep)
+    return costs
 
 
 def times_of(schedule: Schedule, costs: Costs) -> _Times:

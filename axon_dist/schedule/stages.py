@@ -7,8 +7,9 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import add, itemgetter
 
+from ..core.arguments import FLOAT
 from ..core.errors import ScheduleError
-from .action import check_positive, check_sizes
+from .action import MOST_ACTIONS, check_positive, check_sizes, is_index, is_list
 
 Boundaries = tuple[int, ...]
 """`S + 1` layer indices from 0 to the number of layers; stage `s` has layers `b[s]` to `b[s+1]`."""
@@ -75,30 +76,39 @@ def stage_ranges(boundaries: Boundaries) -> tuple[range, ...]:
     Returns:
         One range per stage.
 
+    Raises:
+        ScheduleError: the boundaries are not a list of layer indices.
+
     Example:
         >>> stage_ranges((0, 3, 6, 8, 10))
         (range(0, 3), range(3, 6), range(6, 8), range(8, 10))
     """
+    if not is_list(boundaries, range(MOST_ACTIONS + 2), is_index):
+        raise ScheduleError(
+            f"got the boundaries {boundaries!r:.200}. Give rising layer indices, as partition "
+            "returns them, such as (0, 2, 4)."
+        )
     return tuple(range(first, end) for first, end in pairwise(boundaries))
 
 
 def _checked(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Boundaries:
-    bounds = tuple(boundaries)
+    is_right = is_list(boundaries, (num_stages + 1,), is_index)
+    bounds = tuple(boundaries) if is_right else ()
     rising = all(first < end for first, end in pairwise(bounds))
-    if len(bounds) != num_stages + 1 or not rising or (bounds[0], bounds[-1]) != (0, num_layers):
+    if not is_right or not rising or (bounds[0], bounds[-1]) != (0, num_layers):
         raise ScheduleError(
-            f"got the boundaries {list(bounds)} for {num_layers} layers in {num_stages} stages. "
-            f"They must be {num_stages + 1} rising layer indices from 0 to {num_layers}, such as "
-            f"{list(partition(num_layers, num_stages))}."
+            f"got the boundaries {boundaries!r:.200} for {num_layers} layers in {num_stages} "
+            f"stages. They must be {num_stages + 1} rising layer indices from 0 to {num_layers}, "
+            f"such as {list(partition(num_layers, num_stages))!s:.200}."
         )
     return bounds
 
 
 def _balanced(costs: Sequence[float], num_layers: int, num_stages: int) -> Boundaries:
-    if len(costs) != num_layers or not all(0 <= cost < inf for cost in costs):
+    if not is_list(costs, (num_layers,), lambda cost: FLOAT.holds(cost) and 0 <= cost < inf):
         raise ScheduleError(
-            f"got the costs {list(costs)} for {num_layers} layers. Give one cost per layer, each a "
-            "finite number of at least 0."
+            f"got the costs {costs!r:.200} for {num_layers} layers. Give one cost per layer, each "
+            "a finite number of at least 0."
         )
     ends = [0, *accumulate(costs)]
     pace, _ = _cheapest_cut(ends, num_stages, price=lambda cost: cost, total=max)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..core.errors import ScheduleError
-from .action import Action, Cell, Phase, dependencies
+from .action import MOST_ACTIONS, Action, Cell, Phase, check_sizes, dependencies, is_index, is_list
 from .stages import Boundaries, partition
 
 _LABEL = len("device 10")
@@ -389,7 +389,8 @@ def order_to_table(
         The shortest table with this order.
 
     Raises:
-        ScheduleError: the order deadlocks; the message names the action each device waits for.
+        ScheduleError: the order deadlocks, and the message names the action that each device waits
+            for; or an argument is of another kind.
 
     Example:
         >>> order = [[Action.parse("0F0"), Action.parse("0B0")]]
@@ -398,6 +399,17 @@ def order_to_table(
         tick        0    1
         device 0  0F0  0B0
     """
+    check_sizes(num_microbatches=num_microbatches)
+    if not is_list(placement, range(1, MOST_ACTIONS + 1), is_index):
+        raise ScheduleError(
+            f"got placement={placement!r:.80}. Give the device of each stage, such as [0, 1]."
+        )
+    lengths = range(1, MOST_ACTIONS + 1)
+    if not is_list(order, lengths, lambda row: is_list(row, range(2**31), _is_cell)):
+        raise ScheduleError(
+            f"got order={order!r:.80}. Give a list for each device of its actions, such as "
+            '[[Action.parse("0F0"), Action.parse("0B0")]].'
+        )
     cells = [
         [(cell,) if isinstance(cell, Action) else cell for cell in of_device] for of_device in order
     ]
@@ -408,6 +420,13 @@ def order_to_table(
         for cell, tick in zip(of_device, ticks, strict=False):
             row[int(tick)] = cell
     return Schedule(name, num_microbatches, tuple(placement), tuple(map(tuple, rows)))
+
+
+def _is_cell(value: object) -> bool:
+    """Whether a value is an action, or a tuple of those that share a tick."""
+    return isinstance(value, Action) or (
+        isinstance(value, tuple) and all(isinstance(item, Action) for item in value)
+    )
 
 
 def earliest_starts(

@@ -7,10 +7,12 @@ forwards in order, and `V` needs a loss that ends in `linear_cross_entropy`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+from ..core.arguments import FLOAT
 from ..core.errors import ScheduleError
-from .action import TOGETHER, Action, Cell, Phase, dependencies
+from .action import MOST_ACTIONS, TOGETHER, Action, Cell, Phase, dependencies, is_list
 from .memory import STASH_ENDS
 from .simulate import Costs, simulate
 from .table import PlacedAction, Schedule, earliest_starts, render_grid
@@ -221,12 +223,16 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _check_memory(schedule: Schedule, max_live: int | Sequence[int]) -> None:
-    is_each = isinstance(max_live, Iterable)
-    limits = list(max_live) if is_each else [max_live] * schedule.num_devices
-    if len(limits) != schedule.num_devices:
+    limits: Any = [max_live] * schedule.num_devices if FLOAT.holds(max_live) else max_live
+    if not is_list(limits, (schedule.num_devices,), FLOAT.holds):
+        what = (
+            f"{len(limits)} limits in"
+            if is_list(limits, range(MOST_ACTIONS), FLOAT.holds)
+            else f"{limits!r:.80} for"
+        )
         raise ScheduleError(
-            f"got {len(limits)} limits in max_live for {schedule.num_devices} devices. Give one "
-            "number for all, or one for each."
+            f"got {what} max_live for {schedule.num_devices} devices. Give one number for all, or "
+            "one for each."
         )
     live = [0] * schedule.num_devices
     for placed in schedule.placed():

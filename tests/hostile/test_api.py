@@ -1,6 +1,8 @@
 """Invalid arguments of public calls: each raises an error of the library, with a sentence.
 
-Every row is refused before anything is compiled.
+Every row is refused before anything is compiled. The default run tries what people mistake most:
+an axis, a batch, a loss or an optimizer of the wrong kind; `-m full` tries the other rows, and
+`tests/fuzz/test_inputs.py` random ones.
 """
 
 import functools
@@ -22,9 +24,21 @@ from axon_dist.collectives import Quantized, TopK, plan_buckets
 from axon_dist.core.errors import AxonDistError
 from axon_dist.mesh import MeshSpec
 from axon_dist.ops.fp8 import size_of
-from axon_dist.schedule import Costs, build_schedule, search, validate
+from axon_dist.schedule import (
+    Costs,
+    build_schedule,
+    draw,
+    min_microbatches,
+    order_to_table,
+    partition,
+    search,
+    simulate,
+    stage_ranges,
+    validate,
+)
 from axon_dist.sharding import Replicate
 from axon_dist.step import TrainState
+from axon_dist.train.config import RunConfig
 from axon_dist.train.loop import LoopOptions, Trainer
 
 
@@ -191,6 +205,7 @@ def error_of(call):
     return "it was taken"
 
 
+@pytest.mark.sample("MeshSpec size", "strategy")
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_arguments_raise_clear_errors(call):
     odd = {name: value for name, value in ODD.items() if (call, name) not in RIGHT}
@@ -229,107 +244,166 @@ def test_an_error_of_python_stays_as_it_is():
         build_schedule("1f1b", 4, 8).order(10**12)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: World.emulate("8"), "cannot emulate '8' devices; ask for a whole number"),
-        (lambda: World.emulate(0), "cannot emulate 0 devices; ask for a whole number from 1"),
-        (lambda: World.emulate(-1), "cannot emulate -1 devices"),
-        (lambda: World.emulate(True), "cannot emulate True devices; ask"),
-        (lambda: World.emulate(10**12), "cannot emulate 1000000000000 devices.* from 1 to 1024"),
-        (lambda: WORLD.new_group([0, 0]), "name a rank twice"),
-        (lambda: WORLD.new_group([8]), r"ranks \[8\] do not exist in a world of 8"),
-        (lambda: axon_dist.DDP(NET, "dp"), "DDP got group='dp', a str; give a ProcessGroup"),
-        (lambda: axon_dist.DDP(3, GROUP), "DDP got module=3, an int; give an nnx.Module"),
-        (lambda: axon_dist.DDP(axon_dist.DDP(NET, GROUP), GROUP), "module=a DistributedDataPara"),
-        (lambda: axon_dist.FSDP(axon_dist.FSDP(NET, GROUP), GROUP), "not a wrapper of one"),
-        (lambda: build(metrics="loss"), "got metrics='loss', a str; give a list of strings"),
-        (lambda: build(optimizer=optax.sgd), "optimizer is a function"),
-        (lambda: build(optimizer=optax.GradientTransformation), "optimizer is the class Gradient"),
-        (lambda: build(optimizer=nnx.Optimizer(NET, optax.sgd(0.1), wrt=nnx.Param)), "is an nnx.O"),
-        (lambda: build(loss_fn=lambda model: 0.0), r"loss_fn takes \(model\), but is called as"),
-        (lambda: build(loss_fn=lambda a, b, c: 0.0), "missing a required argument: 'c'"),
-        (lambda: build(loss_fn=Net), "loss_fn is the class Net; give a function"),
-        (lambda: build(loss_fn=lambda m, b: (0.0, 1.0, 2.0), batch=BATCH), "loss"),
-        (lambda: build(loss_fn=lambda m, b: None, batch=BATCH), "loss"),
-        (lambda: build(loss_fn=lambda m, b: m(b["x"]), batch=BATCH), "loss"),
-        (lambda: LoopOptions(num_steps=2.5), "got num_steps=2.5, a float; give a whole number"),
-        (
-            lambda: axon_dist.all_reduce_sum(np.full(8, 2**40), GROUP),
-            "has the number 1099511",
+TABLE = build_schedule("gpipe", 2, 2)
+COMMON = [
+    (lambda: World.emulate("8"), "cannot emulate '8' devices; ask for a whole number"),
+    (lambda: axon_dist.DDP(NET, "dp"), "DDP got group='dp', a str; give a ProcessGroup"),
+    (lambda: build(optimizer=optax.sgd), "optimizer is a function"),
+    (lambda: build(loss_fn=lambda model: 0.0), r"loss_fn takes \(model\), but is called as"),
+    (lambda: build(loss_fn=lambda m, b: m(b["x"]), batch=BATCH), "loss"),
+    (lambda: World.emulate(8, "data=4,model=2"), "unknown mesh axis 'data'. Did you mean 'dp'"),
+    (lambda: build(batch={"x": BATCH["x"]}), "looks up 'y', but the batch has x: float32"),
+]
+"""Mistakes that people make."""
+OTHERS = [
+    (
+        lambda: axon_dist.PipelineSchedule("2f2b"),
+        "PipelineSchedule got '2f2b', and has no",
+    ),
+    (lambda: build(optimizer=nnx.Optimizer(NET, optax.sgd(0.1), wrt=nnx.Param)), "is an nnx.O"),
+    (lambda: LoopOptions(num_steps=2.5), "got num_steps=2.5, a float; give a whole number"),
+    (lambda: World.emulate(0), "cannot emulate 0 devices; ask for a whole number from 1"),
+    (lambda: World.emulate(-1), "cannot emulate -1 devices"),
+    (lambda: World.emulate(True), "cannot emulate True devices; ask"),
+    (lambda: World.emulate(10**12), "cannot emulate 1000000000000 devices.* from 1 to 1024"),
+    (lambda: WORLD.new_group([0, 0]), "name a rank twice"),
+    (lambda: WORLD.new_group([8]), r"ranks \[8\] do not exist in a world of 8"),
+    (lambda: axon_dist.DDP(3, GROUP), "DDP got module=3, an int; give an nnx.Module"),
+    (lambda: axon_dist.DDP(axon_dist.DDP(NET, GROUP), GROUP), "module=a DistributedDataPara"),
+    (lambda: axon_dist.FSDP(axon_dist.FSDP(NET, GROUP), GROUP), "not a wrapper of one"),
+    (lambda: build(metrics="loss"), "got metrics='loss', a str; give a list of strings"),
+    (lambda: build(optimizer=optax.GradientTransformation), "optimizer is the class Gradient"),
+    (lambda: build(loss_fn=lambda a, b, c: 0.0), "missing a required argument: 'c'"),
+    (lambda: build(loss_fn=Net), "loss_fn is the class Net; give a function"),
+    (lambda: build(loss_fn=lambda m, b: (0.0, 1.0, 2.0), batch=BATCH), "loss"),
+    (lambda: build(loss_fn=lambda m, b: None, batch=BATCH), "loss"),
+    (
+        lambda: axon_dist.all_reduce_sum(np.full(8, 2**40), GROUP),
+        "has the number 1099511",
+    ),
+    (lambda: axon_dist.all_reduce_sum(["a"] * 8, GROUP), "got 'a', a str; give arrays of num"),
+    (lambda: axon_dist.all_reduce_sum(None, GROUP), "a collective got None"),
+    (
+        lambda: axon_dist.save_checkpoint("a\0b", {"w": jnp.ones(2)}),
+        "other control character",
+    ),
+    (lambda: axon_dist.save_checkpoint(3, {"w": jnp.ones(2)}), "the checkpoint: got 3, a int"),
+    (lambda: axon_dist.load_checkpoint("~nosuchuser/x", {}), "there is no user 'nosuchuser'"),
+    (
+        lambda: axon_dist.load_checkpoint("/dev/zero", {"w": jnp.ones(2)}),
+        "is a device",
+    ),
+    (lambda: axon_dist.load_weights(NET, []), r"got \[\] as the files of weights"),
+    (lambda: axon_dist.load_weights(NET, "/dev/zero"), "zero"),
+    (lambda: build_schedule("1f1b", 10**12, 8), "a table of 8000000000000 forwards"),
+    (lambda: Costs(f=1e308), "Times add up"),
+    (lambda: axon_dist.ddp(()), "a strategy got no axes; name at least one axis"),
+    (lambda: build(strategy=axon_dist.ddp("data")), "'data', which mesh dp=8 lacks. Did you m"),
+    (lambda: axon_dist.ProcessGroup.mock(8), "World.emulate.8..default_group"),
+    (lambda: GROUP.rank(), r"axon_dist.rank\(group\) in group.spmd"),
+    (lambda: GROUP.partitions, "no 'partitions'; Did you mean 'partition'"),
+    (lambda: axon_dist.FSDP(NET, GROUP).memory_stats({}), "give all or none"),
+    (lambda: build(trainable=lambda: True), r"a predicate \(keys, variable\)"),
+    (lambda: axon_dist.pipelined(2, 2, costs=(1.0, np.nan)), "each item is a positive number"),
+    (lambda: axon_dist.Pipeline(None, 2), "Pipeline got module=None; give an nnx.Module"),
+    (lambda: LoopOptions(-1), "got num_steps=-1"),
+    (lambda: axon_dist.Shared(None), "Shared got value=None; give an array or a number"),
+    (lambda: axon_dist.FSDP(lambda: 3, GROUP).parameters(), "FSDP got module=3, an int"),
+    (lambda: build(loss_fn=functools.cache(loss)), "give the function itself, loss_fn.__wra"),
+    (lambda: build(model=functools.cache(Net)), "makes the model is cached by functools"),
+    (lambda: axon_dist.muon(None), "muon got learning_rate=None; give a number, or"),
+    (lambda: axon_dist.muon(0.1, mu_dtype="x"), "mu_dtype='x', a str; give a dtype, such as"),
+    (lambda: axon_dist.muon(0.1, ns_steps=-1), "a whole number, at least 0"),
+    (lambda: World.init("dp=-1", jnp.ones(3)), "a ArrayImpl, among the devices; give devices"),
+    (lambda: axon_dist.muon(0.1, ns_steps=10**12), "at least 0 and at most 1000"),
+    (lambda: axon_dist.suggest_plan(int), r"suggest_plan got model\(\)=0, an int; give an nnx"),
+    (lambda: axon_dist.hidden_matrices(int), r"hidden_matrices got model\(\)=0, an int"),
+    (
+        lambda: axon_dist.mesh.build_mesh(axon_dist.MeshSpec("dp=2"), []),
+        "resolve got num_devices=0, an int; give a whole number, at least 1",
+    ),
+    (
+        lambda: axon_dist.sharding.shardings(Replicate(), NUMBERS, WORLD.mesh, "attic"),
+        "cannot hold an array as .* in memory_kind='attic': .*leave memory_kind out",
+    ),
+    (lambda: axon_dist.checkpoint.Manifest.from_json(""), "manifest.json was not written by a"),
+    (lambda: muon_of(True), "has True for an array of shape .8, 8.; give an optax.contrib.Muo"),
+    (lambda: axon_dist.precision.cast_floating(NUMBERS, "x"), "cast_floating got dtype='x'"),
+    (lambda: candidates(num_devices=10**40), "an int; give a number, 1 to 10"),
+    (lambda: candidates(work=None), "candidates got work=None; give a Workload"),
+    (
+        lambda: axon_dist.planner.idle_share("gpipe", None, 4),
+        "got num_devices=None. It must be",
+    ),
+    (lambda: axon_dist.reduce_scatter_sum(STACKED, GROUP, pad="x"), "give True or False"),
+    (lambda: World(WORLD.mesh, "x"), "Valid: emulated, gloo, nccl, tpu"),
+    (lambda: axon_dist.load_weights(NET, "w", cast="x"), "cast='x', a str; give True or False"),
+    (lambda: axon_dist.GradScaler().load_state_dict({}), "lacks good_steps, scale; give a"),
+    (lambda: axon_dist.MeshSpec(dp="x" * 5000), r"has size '[^']{79}; it must be a positive"),
+    (lambda: axon_dist.zero("x" * 5000), r"ZeRO stage '[^']{79}; it must be a number from 0"),
+    (lambda: axon_dist.zero(1, "dp", shard_axes="x" * 5000), r"axes \('[^']{198} must be one or"),
+    (lambda: axon_dist.tensor_parallel("x" * 5000), r"no plan is called '[^']{79}\."),
+    (lambda: axon_dist.compose("x" * 5000), r"got '[^']{79} for a strategy; give one"),
+    (lambda: axon_dist.context_parallel(np.arange(3)), "ContextMode got array.*no such member"),
+    (lambda: axon_dist.pipelined(2, 2, boundaries=range(10**12)), "each item is a whole number"),
+    (lambda: axon_dist.pipelined(2, 2, boundaries=range(10**30)), "each item is a whole number"),
+    (lambda: axon_dist.GradScaler(10**400), "got init_scale"),
+    (lambda: Quantized({"int8"}), r"unknown kind \{'int8'\}.*Valid: fp8, int8"),
+    (lambda: TopK(10**400), "share is 10000.*give the fraction of numbers"),
+    (lambda: axon_dist.mesh.Timeouts(10**400), "must be more than 0 seconds"),
+    (lambda: axon_dist.mesh.parse_target(8), "parse_target got name=8, an int; give a string"),
+    (lambda: axon_dist.planner.hardware(["h100"]), "got name=.*a list; give a string"),
+    (lambda: axon_dist.planner.parse_cluster(8), "got text=8, an int; give a string"),
+    (lambda: axon_dist.planner.parse_memory(80), "got text=80, an int; give a string"),
+    (lambda: axon_dist.planner.parse_bytes("x" * 5000), r"read '[^']{79} as a size in bytes"),
+    (lambda: axon_dist.planner.scale_lr(10**400, 2, 1), "a number above 0, which a float can"),
+    (lambda: axon_dist.planner.scale_lr(1, 10**400, 1), r"at least 1 and at most 10\^18"),
+    (lambda: axon_dist.planner.Candidate(strategy=3), "got strategy=3, an int; give a string"),
+    (lambda: axon_dist.planner.candidate_for(None, 2), "got strategy=None; give a string"),
+    (
+        lambda: axon_dist.planner.Workload(
+            num_params="7B", num_layers=1, flops=1.0, global_batch=8
         ),
-        (lambda: axon_dist.all_reduce_sum(["a"] * 8, GROUP), "got 'a', a str; give arrays of num"),
-        (lambda: axon_dist.all_reduce_sum(None, GROUP), "a collective got None"),
-        (
-            lambda: axon_dist.save_checkpoint("a\0b", {"w": jnp.ones(2)}),
-            "other control character",
-        ),
-        (lambda: axon_dist.save_checkpoint(3, {"w": jnp.ones(2)}), "the checkpoint: got 3, a int"),
-        (lambda: axon_dist.load_checkpoint("~nosuchuser/x", {}), "there is no user 'nosuchuser'"),
-        (
-            lambda: axon_dist.load_checkpoint("/dev/zero", {"w": jnp.ones(2)}),
-            "is a device",
-        ),
-        (lambda: axon_dist.load_weights(NET, []), r"got \[\] as the files of weights"),
-        (lambda: axon_dist.load_weights(NET, "/dev/zero"), "zero"),
-        (lambda: build_schedule("1f1b", 10**12, 8), "a table of 8000000000000 forwards"),
-        (lambda: Costs(f=1e308), "Times add up"),
-        (lambda: axon_dist.ddp(()), "a strategy got no axes; name at least one axis"),
-        (lambda: World.emulate(8, "data=4,model=2"), "unknown mesh axis 'data'. Did you mean 'dp'"),
-        (lambda: build(strategy=axon_dist.ddp("data")), "'data', which mesh dp=8 lacks. Did you m"),
-        (lambda: axon_dist.ProcessGroup.mock(8), "World.emulate.8..default_group"),
-        (lambda: GROUP.rank(), r"axon_dist.rank\(group\) in group.spmd"),
-        (lambda: GROUP.partitions, "no 'partitions'; Did you mean 'partition'"),
-        (lambda: axon_dist.FSDP(NET, GROUP).memory_stats({}), "give all or none"),
-        (lambda: build(trainable=lambda: True), r"a predicate \(keys, variable\)"),
-        (lambda: build(batch={"x": BATCH["x"]}), "looks up 'y', but the batch has x: float32"),
-        (lambda: axon_dist.pipelined(2, 2, costs=(1.0, np.nan)), "each item is a positive number"),
-        (lambda: axon_dist.Pipeline(None, 2), "Pipeline got module=None; give an nnx.Module"),
-        (lambda: LoopOptions(-1), "got num_steps=-1"),
-        (lambda: axon_dist.Shared(None), "Shared got value=None; give an array or a number"),
-        (lambda: axon_dist.FSDP(lambda: 3, GROUP).parameters(), "FSDP got module=3, an int"),
-        (lambda: build(loss_fn=functools.cache(loss)), "give the function itself, loss_fn.__wra"),
-        (lambda: build(model=functools.cache(Net)), "makes the model is cached by functools"),
-        (lambda: axon_dist.muon(None), "muon got learning_rate=None; give a number, or"),
-        (lambda: axon_dist.muon(0.1, mu_dtype="x"), "mu_dtype='x', a str; give a dtype, such as"),
-        (lambda: axon_dist.muon(0.1, ns_steps=-1), "a whole number, at least 0"),
-        (
-            lambda: axon_dist.PipelineSchedule("2f2b"),
-            "PipelineSchedule got '2f2b', and has no",
-        ),
-        (lambda: World.init("dp=-1", jnp.ones(3)), "a ArrayImpl, among the devices; give devices"),
-        (lambda: axon_dist.muon(0.1, ns_steps=10**12), "at least 0 and at most 1000"),
-        (lambda: axon_dist.suggest_plan(int), r"suggest_plan got model\(\)=0, an int; give an nnx"),
-        (lambda: axon_dist.hidden_matrices(int), r"hidden_matrices got model\(\)=0, an int"),
-        (
-            lambda: axon_dist.mesh.build_mesh(axon_dist.MeshSpec("dp=2"), []),
-            "resolve got num_devices=0, an int; give a whole number, at least 1",
-        ),
-        (
-            lambda: axon_dist.sharding.shardings(Replicate(), NUMBERS, WORLD.mesh, "attic"),
-            "cannot hold an array as .* in memory_kind='attic': .*leave memory_kind out",
-        ),
-        (lambda: axon_dist.checkpoint.Manifest.from_json(""), "manifest.json was not written by a"),
-        (lambda: muon_of(True), "has True for an array of shape .8, 8.; give an optax.contrib.Muo"),
-        (lambda: axon_dist.precision.cast_floating(NUMBERS, "x"), "cast_floating got dtype='x'"),
-        (lambda: candidates(num_devices=10**40), "an int; give a number, 1 to 10"),
-        (lambda: candidates(work=None), "candidates got work=None; give a Workload"),
-        (
-            lambda: axon_dist.planner.idle_share("gpipe", None, 4),
-            "got num_devices=None. It must be",
-        ),
-        (lambda: axon_dist.reduce_scatter_sum(STACKED, GROUP, pad="x"), "give True or False"),
-        (lambda: World(WORLD.mesh, "x"), "Valid: emulated, gloo, nccl, tpu"),
-        (lambda: axon_dist.load_weights(NET, "w", cast="x"), "cast='x', a str; give True or False"),
-        (lambda: axon_dist.GradScaler().load_state_dict({}), "lacks good_steps, scale; give a"),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
+        "got num_params='7B', a str; give a finite number",
+    ),
+    (
+        lambda: axon_dist.planner.idle_share("1f1b", 2, 4, recomputed="all"),
+        "got recomputed='all', a str; give a whole number, at least 0",
+    ),
+    (lambda: axon_dist.planner.idle_share(["1f1b"], 2, 4), "PipelineSchedule got .'1f1b'."),
+    (lambda: Costs(f=10**400), "got the cost f=1000.*a finite number"),
+    (lambda: Costs(stage_weights=("a",)), r"stage_weights=\('a',\). Each must be a finite number"),
+    (lambda: search(2, 2, costs=3), "got the costs 3. Give Costs, such as Costs"),
+    (lambda: validate(TABLE, max_live="4"), "got '4' for max_live for 2 devices. Give one number"),
+    (lambda: simulate(TABLE, lockstep="no"), "got lockstep='no', a str; give True or False"),
+    (lambda: draw(TABLE, color="no"), "got color='no', a str; give True or False"),
+    (lambda: draw(TABLE, width="80"), "got width='80'. A drawing needs a whole number of at"),
+    (lambda: partition(4, 2, boundaries=2), r"boundaries 2 for 4 layers.*such as \[0, 2, 4\]"),
+    (lambda: partition(4, 2, costs=2.5), "got the costs 2.5 for 4 layers. Give one cost per"),
+    (lambda: partition(4, 2, costs="abcd"), "got the costs 'abcd' for 4 layers. Give one cost"),
+    (lambda: stage_ranges(4), "got the boundaries 4. Give rising layer indices"),
+    (lambda: min_microbatches(4, "0.9"), "an efficiency target of '0.9'. It must lie between 0"),
+    (lambda: RunConfig.from_dict({"a\nb": 1}), r"^a\\nb: there is no such key"),
+    (lambda: RunConfig.from_dict({"parallel": "a\nb"}), r"^parallel.a\\nb: there is no such"),
+    (lambda: order_to_table("x", [[3]], [0], 1), r"got order=\[\[3\]\]. Give a list for each dev"),
+    (lambda: order_to_table("x", [[]], 0, 1), "got placement=0. Give the device of each stage"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), COMMON, ids=[words[:40] for _, words in COMMON])
 def test_errors_say_what_was_got_and_what_to_do(call, words):
     with pytest.raises(AxonDistError, match=words):
         call()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("call", "words"), OTHERS, ids=[words[:40] for _, words in OTHERS])
+def test_further_errors_say_what_was_got_and_what_to_do(call, words):
+    with pytest.raises(AxonDistError, match=words):
+        call()
+
+
+@pytest.mark.full
 def test_a_norm_past_32_bits():
     clipped, _ = axon_dist.precision.clip_by_global_norm(NUMBERS, 10**12)
     assert clipped["w"].sum() == 8
@@ -362,6 +436,7 @@ BATCHES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample("odd", "sizes", "texts")
 @pytest.mark.parametrize(("batch", "words"), BATCHES.values(), ids=BATCHES)
 def test_wrong_batches_raise_clear_errors(step, batch, words):
     with pytest.raises(AxonDistError, match=words):
@@ -426,6 +501,7 @@ TRAINERS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample("one batch", "validation")
 @pytest.mark.parametrize("name", TRAINERS)
 def test_wrong_trainer_arguments_raise_clear_errors(step, name):
     changes, words = TRAINERS[name]
@@ -434,7 +510,6 @@ def test_wrong_trainer_arguments_raise_clear_errors(step, name):
         Trainer(**given).fit()
 
 
-TABLE = build_schedule("1f1b", 2, 2)
 SMALL = axon_dist.models.TransformerConfig(width=8, num_layers=1, num_heads=2, max_length=8)
 ARRAYS = {"a": jnp.asarray(np.ones(2, np.float32))}
 RNGS = nnx.Rngs(0)
@@ -503,13 +578,13 @@ ONE_BY_ONE = {
 }
 
 
+@pytest.mark.sample("retention of a text", "metrics into a folder")
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_each_wrong_argument_raises_a_clear_error(name, tmp_path):
     with pytest.raises(AxonDistError):
         ONE_BY_ONE[name](tmp_path)
 
 
-TABLE = build_schedule("gpipe", 2, 2)
 TAKES_NUMPY = {
     "MeshSpec": lambda n, _: MeshSpec(dp=n),
     "pairs of a mesh": lambda n, _: MeshSpec((("dp", n),)),
@@ -536,6 +611,7 @@ TAKES_NUMPY = {
 }
 
 
+@pytest.mark.sample("MeshSpec")
 @pytest.mark.parametrize("name", TAKES_NUMPY)
 def test_a_number_of_numpy_means_what_that_of_python_means(name):
     call = TAKES_NUMPY[name]

@@ -1,4 +1,8 @@
-"""Files of somebody else that are not what they say: each is one error, and none is waited for."""
+"""Files of somebody else that are not what they say: each is one error, and none is waited for.
+
+The default run tries files that are cut off, of a dtype or a kind that nothing reads, or at an
+address; `-m full` tries those that somebody has made on purpose.
+"""
 
 import contextlib
 import json
@@ -44,6 +48,7 @@ LIES = {
 }
 
 
+@pytest.mark.sample("cut", "dtype")
 @pytest.mark.parametrize("name", LIES)
 def test_tensors_that_lie(tmp_path, name):
     header, size, words = LIES[name]
@@ -67,14 +72,7 @@ def test_a_token_below_0(tmp_path):
         TokenSource(files=(str(tmp_path / "a.npy"),)).open(16)
 
 
-@pytest.mark.sample(
-    "{{ 1 / 0 }}-ZeroDivisionError",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}-RecursionError",
-    "{{ 'a' * 10**10 }}-MemoryError: it exceeds its memory",
-    "{{ 'a'|center(9999999999) }}-MemoryError",
-    "{{ '%9999999999d' % 1 }}-ValueError|MemoryError",
-    "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}-more than",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -104,6 +102,7 @@ def test_a_template_without_end(tmp_path, source, words, monkeypatch):
         made()
 
 
+@pytest.mark.full
 def test_a_file_that_shrinks_or_is_replaced_while_it_is_read(tmp_path):
     path = tmp_path / "a.bin"
     np.arange(1000, dtype="<u2").tofile(path)
@@ -117,6 +116,7 @@ def test_a_file_that_shrinks_or_is_replaced_while_it_is_read(tmp_path):
         samples.train(np.array([50]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("token", [-5, -(2**32) + 7, 2**31, 2**40 + 3])
 def test_a_late_token_that_is_none(tmp_path, token):
     tokens = np.arange(80_000, dtype=np.int64) % 200
@@ -133,6 +133,7 @@ def test_unpaired_surrogates_are_refused(tmp_path):
         JsonlSource(files=(str(tmp_path / "a.jsonl"),)).open(16)
 
 
+@pytest.mark.full
 def test_a_list_in_the_folder_of_a_template(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ 1 }}")
     (tmp_path / "tokenizer_config.json").write_text("[1]")
@@ -140,6 +141,7 @@ def test_a_list_in_the_folder_of_a_template(tmp_path):
         find_template(str(tmp_path / "t.jinja"), None)
 
 
+@pytest.mark.full
 def test_a_template_by_a_name_that_is_none(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": []}, 3]}')
     with pytest.raises(ConfigError, match="has no chat_template"):
@@ -156,6 +158,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_that_lie(tmp_path, name):
     config, shape, words = ADAPTERS[name]
@@ -170,6 +173,7 @@ def test_adapters_that_lie(tmp_path, name):
         find_tensors(str(tmp_path))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", ['{"a": [[1e999, 1, 1, 1], 1, "x", []]}', None])
 def test_kept_tokens_that_are_damaged(tmp_path, text):
     (tmp_path / "a.jsonl").write_text('{"text": "hello there"}\n' * 40)
@@ -183,6 +187,7 @@ def test_kept_tokens_that_are_damaged(tmp_path, text):
         source.open(16)
 
 
+@pytest.mark.full
 def test_a_lock_that_is_a_pipe(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "hello there"}\n' * 40)
     source = JsonlSource(files=(str(tmp_path / "a.jsonl"),), packed=True, too_long="split")
@@ -193,6 +198,7 @@ def test_a_lock_that_is_a_pipe(tmp_path):
     source.open(16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
 def test_arrow_with_flipped_bytes(tmp_path, seed):
     arrow = pytest.importorskip("pyarrow")
@@ -214,6 +220,7 @@ def test_an_address_is_no_folder(address):
         as_path(address, "run_dir")
 
 
+@pytest.mark.sample("gs://bucket/a//b-must have no empty part")
 @pytest.mark.parametrize(
     ("text", "said"),
     [

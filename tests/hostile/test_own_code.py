@@ -1,4 +1,8 @@
-"""Models, losses and optimizers of somebody's own that end, raise, or return something else."""
+"""Models, losses and optimizers of somebody's own that end, raise, or return something else.
+
+The default run tries a function without a result, one that does not exist, and a loss per sample;
+`-m full` tries the other rows.
+"""
 
 import sys
 
@@ -115,6 +119,11 @@ def config(tmp_path, texts, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sample(
+    "model={factory: 'own_code:none'}",
+    "model={factory: 'own_code:Tiny.nothing'}",
+    "loss={function: 'own_code:loss_of_rows'}",
+)
 @pytest.mark.parametrize("override", REFUSED)
 def test_returned_values_are_described(capsys, config, override):
     assert main(["train", str(config), "--dry-run", override]) == 2

@@ -1,6 +1,8 @@
 """Values of the right kind that are wrong all the same: odd dtypes, endless trees, other worlds.
 
 Every row is refused before anything is compiled, in a second or two, by an error of the library.
+The default run tries the rows that a first script has: nested lists, a loss per sample, a rate in
+quotes, a mesh as the world; `-m full` tries the others.
 """
 
 import collections
@@ -111,6 +113,7 @@ LEAVES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample("lists")
 @pytest.mark.parametrize("name", LEAVES)
 def test_leaves_of_a_batch(step, name):
     leaf, words = LEAVES[name]
@@ -118,6 +121,7 @@ def test_leaves_of_a_batch(step, name):
     refused(lambda: step.place({**BATCH, "x": leaf}), words)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16", "int8"])
 def test_narrow_numbers_of_numpy_are_those_of_jax(step, dtype):
     leaf = np.ones((16, 4)).astype(jnp.dtype(dtype))
@@ -126,6 +130,7 @@ def test_narrow_numbers_of_numpy_are_those_of_jax(step, dtype):
     np.testing.assert_array_equal(found, leaf)
 
 
+@pytest.mark.full
 def test_numbers_that_have_no_width_pass(step):
     step.place({**BATCH, "x": np.full((16, 4), [np.nan, np.inf, -np.inf, 3e38])})
 
@@ -146,6 +151,7 @@ TREES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TREES)
 def test_trees_that_are_no_batch(step, name):
     refused(lambda: step.place(TREES[name]()))
@@ -175,6 +181,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sample("list of one", "with a vector")
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_a_loss_returns(name):
     refused(lambda: build(loss_fn=LOSSES[name], batch=SHAPES), "loss")
@@ -263,6 +270,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample("text as rate", "line search")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_an_optimizer_returns(name):
     optimizer, words = OPTIMIZERS[name]
@@ -298,6 +306,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample("factory with arguments")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_cannot_be_trained(name):
     make, words = MODELS[name]
@@ -342,12 +351,14 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample("a mesh as world")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_a_step(name):
     changes, words = OPTIONS[name]
     refused(lambda: build(**changes), words)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "odd",
     ["a", -1, 1.5, 2**40, jax.random.key(0), NET, {"up": 3}, [1]],
@@ -389,6 +400,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("call", "name"), list(itertools.product(COLLECTIVES, ARRAYS)))
 def test_arrays_of_collectives(call, name):
     refused(lambda: COLLECTIVES[call](ARRAYS[name]()))
@@ -465,16 +477,19 @@ ONE_BY_ONE = {
 }
 
 
+@pytest.mark.sample("labels of another shape")
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_one_by_one(name):
     refused(ONE_BY_ONE[name])
 
 
+@pytest.mark.sample("bert")
 @pytest.mark.parametrize(
     "text",
     ["{}", "[1]", '{"model_type": "bert"}', '{"model_type": "llama"}',
      '{"model_type": "llama", "hidden_size": "a"}', '{"model_type": "gpt2", "n_embd": null}',
      '{"model_type": ["llama"]}', f'{{"model_type": "{"x" * 5000}"}}'],
+    ids=["empty", "list", "bert", "no sizes", "text", "null", "list as type", "long type"],
 )  # fmt: skip
 def test_configs_of_a_hub(tmp_path, text):
     (tmp_path / "config.json").write_text(text)

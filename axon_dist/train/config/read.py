@@ -389,7 +389,13 @@ def _section(data: object, path: str) -> Mapping[str, object]:
 
 
 def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+    return f"{path}.{shown(key)}" if path else shown(key)
+
+
+def shown(key: object) -> str:
+    """Returns a key as messages show it: its first 200 characters, on one line."""
+    text = f"{key!s:.200}"
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _read_annotated(hint: object, value: object, path: str) -> Any:

@@ -38,6 +38,7 @@ from .read import (
     options_of,
     read,
     read_options,
+    shown,
     with_new_keys,
     write,
 )
@@ -76,8 +77,8 @@ def strategy_options(value: object) -> StrategyOptions:
         twice = next((name for name in value if value.count(name) > 1), None)
         if twice is not None:
             raise ValueError(
-                f"got {list(value)}, in which {twice} appears twice; a strategy applies once, so "
-                "name it once"
+                f"got {list(value)!s:.200}, in which {twice:.80} appears twice; a strategy applies "
+                "once, so name it once"
             )
         value = {name: {} for name in value}
     if not isinstance(value, Mapping) or not value:
@@ -88,7 +89,8 @@ def strategy_options(value: object) -> StrategyOptions:
     for name, options in value.items():
         if options is not None and not isinstance(options, Mapping):
             raise ValueError(
-                f"{name} has {options!r:.80} under it, which must be a section of its options"
+                f"{shown(name)} has {options!r:.80} under it, which must be a section of its "
+                "options"
             )
     resolved: dict[str, dict[str, Any]] = {}
     written: dict[str, str] = {}
@@ -96,8 +98,8 @@ def strategy_options(value: object) -> StrategyOptions:
         strategy, implied = resolve_name(str(name))
         if strategy in resolved:
             raise ValueError(
-                f"got {written[strategy]} and {name}, which are both {strategy}; a strategy "
-                "applies once, so name it once"
+                f"got {shown(written[strategy])} and {shown(name)}, which are both "
+                f"{shown(strategy)}; a strategy applies once, so name it once"
             )
         for key, value_implied in implied.items():
             if (options or {}).get(key, value_implied) != value_implied:
@@ -201,7 +203,7 @@ def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, J
     for name in parallel:
         if name not in STRATEGIES:
             hint = did_you_mean(name, STRATEGIES)
-            raise ConfigError(f"parallel.{name:.80}: there is no such strategy.{hint}")
+            raise ConfigError(f"parallel.{shown(name)}: there is no such strategy.{hint}")
     return {
         name: read_options(
             options_of(STRATEGIES[name].make), options, f"parallel.{name}", "option", _says_missing
