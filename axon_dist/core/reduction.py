@@ -5,6 +5,10 @@ process when it compiles a bfloat16 reduction in a partly manual region (the pas
 AllReducePromotion: "Invalid binary instruction opcode copy"), even if the reduction is the
 transpose of something else. There values are cast to float32 first, as XLA:CPU does with bfloat16
 sums anyway. Other platforms are not affected.
+
+XLA does not compile a reduction over an axis of one device in a partly manual region
+("Cross-partition allreduce must be in (partial) manual partitioning mode"). There such axes are
+left out.
 """
 
 from __future__ import annotations
@@ -65,7 +69,9 @@ def sum_scatter(x: Array, axes: str | tuple[str, ...], dim: int) -> Array:
     """Reduce-scatters over mesh axes: sums, and keeps this rank's equal slice of `dim`."""
 
     def scatter(x, axes):
-        if not x.shape[dim]:  # XLA refuses it, and an empty array is cut into empty arrays.
+        if (
+            not axes or not x.shape[dim]
+        ):  # XLA refuses an empty array, which is cut into empty ones.
             return x
         return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
@@ -76,7 +82,10 @@ def all_gather_dim(x: Array, axes: str | tuple[str, ...], dim: int, tiled: bool 
     """All-gathers along `dim`; the transpose is a reduction, with the same safeguard."""
 
     def gather(x, axes):
-        if tiled and not x.shape[dim]:  # XLA refuses it, and empty arrays make an empty array.
+        if not axes and not tiled:
+            return jnp.expand_dims(x, dim)
+        # XLA refuses empty arrays, which make an empty one.
+        if not axes or (tiled and not x.shape[dim]):
             return x
         return jax.lax.all_gather(x, axes, axis=dim, tiled=tiled)
 
@@ -112,13 +121,19 @@ def _each(
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
     on_cpu = jax.default_backend() == "cpu" if device is None else device.platform == "cpu"
-    aborts = on_cpu and 0 < len(mesh.manual_axes) < len(mesh.axis_names)
+    is_partly_manual = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
 
     def reduced(x: Array) -> Array:
         x = jnp.asarray(x)
-        if aborts and x.dtype == NARROW:
+        if is_partly_manual and on_cpu and x.dtype == NARROW:
             # Cast before `varying`, because the transpose of `varying` is a reduction too.
-            return reduction(varying(x.astype(jnp.float32), names), names).astype(x.dtype)
-        return reduction(varying(x, names), names)
+            return over_ranks(varying(x.astype(jnp.float32), names)).astype(x.dtype)
+        return over_ranks(varying(x, names))
+
+    def over_ranks(x: Array) -> Array:
+        # Under `check_vma=True` a value that varies over an axis must be reduced over it.
+        if not is_partly_manual or jax.typeof(x).mat.varying:
+            return reduction(x, names)
+        return reduction(x, tuple(axis for axis in names if jax.lax.axis_size(axis) > 1))
 
     return jax.tree.map(reduced, tree)
