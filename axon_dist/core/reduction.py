@@ -69,9 +69,8 @@ def sum_scatter(x: Array, axes: str | tuple[str, ...], dim: int) -> Array:
     """Reduce-scatters over mesh axes: sums, and keeps this rank's equal slice of `dim`."""
 
     def scatter(x, axes):
-        if (
-            not axes or not x.shape[dim]
-        ):  # XLA refuses an empty array, which is cut into empty ones.
+        # XLA refuses empty arrays, which are cut into empty ones.
+        if not axes or not x.shape[dim]:
             return x
         return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -179,6 +180,10 @@ class ResNet(nnx.Module):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         mean = jnp.mean(x, axis=(1, 2), dtype=dtype).astype(x.dtype)
         return wide(self.head(mean))
+
+    def example_inputs(self) -> tuple[jax.ShapeDtypeStruct]:
+        """Returns the shape of two images, with which `suggest_plan` traces the model."""
+        return (jax.ShapeDtypeStruct((2, 64, 64, self.config.channels), jnp.float32),)
 
 
 class ConvNorm(nnx.Module):

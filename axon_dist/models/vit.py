@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -184,6 +185,12 @@ class ViT(nnx.Module):
             x = block(x)
         x = jnp.mean(self.final_norm(x), axis=1)
         return wide(self.head(x))
+
+    def example_inputs(self) -> tuple[jax.ShapeDtypeStruct]:
+        """Returns the shape of two images, with which `suggest_plan` traces the model."""
+        config = self.config
+        shape = (2, config.image_size, config.image_size, config.channels)
+        return (jax.ShapeDtypeStruct(shape, jnp.float32),)
 
     def embed(self, images: Array) -> Array:
         """Turns images `[B, H, W, C]` into the residual stream `[B, num_patches, width]`."""

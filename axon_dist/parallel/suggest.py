@@ -101,7 +101,9 @@ def suggest_plan(
         model: an NNX module, or a function of no arguments that makes one. A Linen module goes
             through `nnx.bridge.ToNNX` and `lazy_init`.
         *inputs: the positional arguments of a call, trees of arrays, shapes and flags. Without any,
-            tokens `[2, 12]` are tried, then floats whose last dim is the first of some kernel.
+            they are those that the model's method `example_inputs` returns. A model without this
+            method is tried with tokens `[2, 12]`, then with floats whose last dim is the first of
+            some kernel.
         **keywords: the keyword arguments of the call, of the same kinds.
 
     Returns:
@@ -146,6 +148,9 @@ def _trace(
 ) -> tuple[Flow, dict[Path, list[int]]]:
     """Follows the program of a model; returns the flow and the nodes of its parameters."""
     graphdef, params, rest = _split(model)
+    if not inputs and not keywords:
+        example_inputs = getattr(nnx.merge(graphdef, params, rest), "example_inputs", tuple)
+        inputs = example_inputs()
     leaves, form = jax.tree.flatten((inputs, keywords))
     arrays = tuple(leaf for leaf in leaves if hasattr(leaf, "shape"))
 
@@ -224,7 +229,10 @@ def _make_jaxpr(
             failures.append(f"{guess.dtype}{list(guess.shape)}: {str(error).splitlines()[0]}")
     raise UnsupportedError(
         f"the model could not be traced with any of the inputs tried ({'; '.join(failures[:3])}); "
-        "give suggest_plan the inputs that it takes, arrays or jax.ShapeDtypeStruct"
+        "give suggest_plan the inputs that it takes, arrays or jax.ShapeDtypeStruct; or give the "
+        "model a method `example_inputs` that returns them; or in a config, give "
+        "parallel.tensor.plan, such as {up$: column, down$: row}",
+        code="no-example-inputs",
     )
 
 

@@ -9,7 +9,15 @@ import pytest
 from flax import nnx
 
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.models import MLP, Transformer, TransformerConfig
+from axon_dist.models import (
+    MLP,
+    ResNet,
+    ResNetConfig,
+    Transformer,
+    TransformerConfig,
+    ViT,
+    ViTConfig,
+)
 from axon_dist.nn import ParallelMLP
 from axon_dist.parallel import suggest_plan, tensor_parallel
 
@@ -134,10 +142,23 @@ def test_a_model_that_no_guess_fits_asks_for_its_inputs():
             return self.mlp(x + y)
 
     make = lambda: Two(nnx.Rngs(0))
-    with pytest.raises(UnsupportedError, match=r"inputs tried .*int32\[2, 12\].*give suggest_plan"):
+    with pytest.raises(
+        UnsupportedError, match=r"inputs tried .*int32\[2, 12\].*give sugg"
+    ) as refused:
         suggest_plan(make)
+    assert refused.value.code == "no-example-inputs"
+    assert "parallel.tensor.plan" in str(refused.value)
     x = jnp.ones((2, 4))
     assert modes(suggest_plan(make, x, x)) == {"mlp/up": "column", "mlp/down": "row"}
+    Two.example_inputs = lambda self: (x, x)
+    assert modes(suggest_plan(make)) == {"mlp/up": "column", "mlp/down": "row"}
+
+
+def test_models_of_images_say_what_they_take():
+    vit = suggest_plan(lambda: ViT(ViTConfig.preset("tiny"), rngs=nnx.Rngs(0)))
+    assert {"column", "row", "sequence"} == set(modes(vit).values())
+    resnet = suggest_plan(lambda: ResNet(ResNetConfig.preset("tiny"), rngs=nnx.Rngs(0)))
+    assert "stem/conv/kernel" in [layer.path for layer in resnet.unplaced]
 
 
 class Told(nnx.Module):
