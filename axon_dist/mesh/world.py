@@ -235,10 +235,10 @@ class World:
         count = len(available) if num_devices is None else int(num_devices)
         if len(available) < count:
             raise BackendStartedError(
-                f"wanted {count} emulated devices, but JAX has started its backend with "
-                f"{len(available)} and starts it again with more only if World.emulate started it, "
-                f"in a single process without GPUs and TPUs. Call World.emulate({count}) before "
-                "anything makes an array or asks for a device, or set the environment variables "
+                f"wanted {count} emulated devices, but JAX already runs with {len(available)}. "
+                "World.emulate can start its backend again only if it started it, in a single "
+                f"process without GPUs and TPUs. Call World.emulate({count}) before anything makes "
+                "an array or asks for a device, or set the environment variables "
                 f"JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}",
                 code="backend-started",
             )

@@ -46,8 +46,8 @@ def ddp(
         broadcast_buffers: whether BatchNorm uses the statistics of the global batch, as on one
             device and like SyncBatchNorm in torch. The argument of this name in torch's DDP means
             something else: it copies the buffers of rank 0. With False the statistics are those of
-            a rank's samples of each microbatch: which samples these are depends on the number of
-            microbatches and, if your own code picks each process's rows, on that of processes.
+            a rank's samples of each microbatch. Which samples these are depends on the number of
+            microbatches, and on the number of processes if your own code picks the rows of each.
         per: `"step"` reduces once per step, whatever the number of microbatches; `"microbatch"`
             reduces after each one. None means `"step"`, unless another part of a composed strategy
             keeps gradients split.
@@ -344,10 +344,11 @@ def diloco(
 
     The batch is also split over the axis: each replica has consecutive samples, the same for any
     number of microbatches and processes. It takes H inner steps on its share with the step's own
-    optimizer and sends nothing over the axis. The mean of the replicas' parameter
-    changes is then the gradient of the outer optimizer, and all replicas continue from the
-    parameters that it computes. Each keeps its own inner moments. With H=1, plain SGD inside and
-    `optax.sgd(1.0)` outside, this equals data parallelism if every share has the same loss weight.
+    optimizer and sends nothing over the axis. Then the mean over the replicas of `before - after`,
+    the parameters before and after these steps, is the gradient of the outer optimizer, and all
+    replicas continue from the parameters that it computes. Each keeps its own inner moments. With
+    H=1, plain SGD inside and `optax.sgd(1.0)` outside, this equals data parallelism if every share
+    has the same loss weight.
 
     Args:
         axis: the mesh axis between the replicas, such as `nodes` or `pods`. Composed strategies

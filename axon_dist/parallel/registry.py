@@ -7,8 +7,8 @@ from the row. With a `DataPlan`, so do the candidates of `axon plan`. A `ModelPl
 also needs the name of the axis in `AXIS_ORDER` of `mesh/mesh_spec.py` and in `AXES` of
 `planner/candidates.py`, and a field of `planner.Candidate`. Of several rows with a `ModelPlan` over
 one axis the planner tries the first, except over `nodes` and `pods`. Also add a row to the table in
-`tests/contracts` that compares its kind with one device. Data parallelism has its rows in
-`test_strategies.py`.
+`tests/contracts` that compares strategies of this kind with one device: `test_strategies.py` for
+data parallelism, `test_slow.py` for replicas over slow links.
 """
 
 from __future__ import annotations

@@ -97,8 +97,9 @@ class Executor:
             microbatch; None for 1.
         saves_residuals: whether forward passes save residuals; otherwise backward passes recompute.
         frozen_weights, frozen_rest: the parameters that are not trained.
-        initial_buffers: the initial values of the buffers that stages update, by number. Each
-            microbatch reads the value that the microbatch before it, by number, wrote.
+        initial_buffers: the initial values of the buffers that stages update, by number. Except for
+            those in `reads_initial`, a microbatch reads the value that the one before it, by
+            number, wrote.
         reads_initial: the numbers of the mutable buffers whose initial value every microbatch
             reads.
         averaged_buffers: the numbers in `reads_initial` whose new value is the mean over the

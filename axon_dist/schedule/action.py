@@ -21,7 +21,7 @@ class Phase(NamedChoice):
     """
 
     E = "E"
-    """A rank's part of the embedding: its rows of the first stage's input."""
+    """A rank's part of the lookup: the tokens whose rows of the embedding table the rank stores."""
     F = "F"
     """The forward pass."""
     V = "V"

@@ -3,8 +3,9 @@
 Some reductions cannot be expressed in global view: one reduction for all microbatches, or buckets.
 
 A model that keeps its layers in a list has one array per layer, but the loop over layers wants them
-stacked. If the loop over microbatches held the list, weights and sums would be in memory twice. It
-holds stacks instead and splits them in its body, so the compiler sees one array.
+stacked. If the loop over microbatches carried the list, weights and sums would be in memory both as
+a list and as a stack. So it carries stacks. Its body takes the rows for the model, and the compiler
+cancels this with the stacking in the loop over layers.
 """
 
 from __future__ import annotations
@@ -291,8 +292,8 @@ class RankProgram:
         stacking = stacking_of(gathered, self.plan.changes.units)
 
         def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
-            # Without the barrier, the compiler would see through the rows and stack them again in
-            # every iteration.
+            # Without the barrier, the compiler would replace the rows by the arrays that were
+            # stacked outside the loop, and stack these again in every iteration.
             weights = jax.lax.optimization_barrier(weights)
             sums, buffers = sums_of(stacking.unstack(weights), buffers, batch)
             return dataclasses.replace(sums, grads=stacking.stack(sums.grads)), buffers

@@ -69,8 +69,9 @@ class Traced:
 class Traces:
     """Traces the programs of a loss, one per number of samples, and keeps them.
 
-    BatchNorm is traced with statistics averaged over all parts, and experts with the tokens of all
-    parts counted, as ranks do. Microbatches have statistics of their own; a step warns of this.
+    As in a step over ranks, BatchNorm is traced with statistics averaged over all parts, and
+    experts count the tokens of all parts. Microbatches have statistics of their own; a step warns
+    of this.
 
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.

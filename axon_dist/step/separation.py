@@ -281,7 +281,8 @@ class Separator:
         if self._num_microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
         total = self._samples_of_whole(batch, samples, ranks)
-        if samples // ranks == total:  # A microbatch counts as the whole, and one rank has it.
+        # `_samples_of_whole` has fallen back to one microbatch, and one rank computes it.
+        if samples // ranks == total:
             self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
         why = ""
@@ -563,11 +564,10 @@ class Separator:
             (params, buffers, batch) -> the results of the loss function. The parameters have their
             full shapes, and nothing gathers them.
         """
-        # Some callers are inside `shard_map`, where the names of mesh axes are bound. This program
-        # is traced without them.
-        # It may be a trace that `of` has made, with statistics over all parts and marked experts.
-        # Callers do not run it. They read which weights, buffers, keys and draws it uses, and which
-        # of them it changes. This does not depend on whose statistics it has.
+        # It sums over no mesh axis, so it may also be traced inside `shard_map`, where some callers
+        # are. It may be a trace that `of` has made, with statistics over all parts and marked
+        # experts. Callers do not run it. They read which weights, buffers, keys and draws it uses,
+        # and which of them it changes. This does not depend on whose statistics it has.
         return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property

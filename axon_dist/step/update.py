@@ -94,7 +94,7 @@ def _check_names(observed: Metrics, metrics: Metrics) -> None:
 
 
 def _are_finite(grads: PyTree, measured: Metrics, options: StepOptions) -> Array:
-    """Whether the gradients, and their norm if it clips, are finite.
+    """Whether the gradients, and with `clip_norm` their norm, are finite.
 
     Args:
         grads: before clipping.
@@ -328,7 +328,7 @@ def one_step(
         state: a state in device memory.
         placed: the batch.
         was_nonfinite: the nonfinite flag of the step before.
-        reported: what to return of the loss and of the metrics of the loss function.
+        reported: maps the result of the gradients to the metrics to return.
 
     Returns:
         The next state, and metrics.
