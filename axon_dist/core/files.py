@@ -71,13 +71,6 @@ def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> 
             "surrogates",
             code="path-encoding",
         ) from cause
-    if any("\udc80" <= letter <= "\udcff" for letter in os.fsdecode(name)):
-        # Python keeps bytes that it cannot decode as surrogates, which Orbax cannot take.
-        raise error(
-            f"{label}: got {shown}, which is not in the encoding of this system's file names, "
-            f"{sys.getfilesystemencoding()}; rename it",
-            code="path-encoding",
-        )
     if _SCHEME.match(str(text)):
         # Path would turn it into a local folder, and the files would be lost with the machine.
         raise error(
@@ -601,13 +594,17 @@ Place = Path | Address
 """A local file or folder, or one in a bucket."""
 
 
-def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> Place:
+def as_place(
+    text: Any, label: str, error: type[AxonDistError] = ConfigError, *, any_name: bool = False
+) -> Place:
     """Reads a local path, as `as_path`, or an address in a bucket; accesses neither.
 
     Args:
         text: a string, a path or an address.
         label: the key, option or argument that names it; starts the message.
         error: the error to raise.
+        any_name: whether a local path may have bytes that are not text. Orbax and reports of runs
+            cannot take them.
 
     Raises:
         AxonDistError: of type `error`, if the text is neither.
@@ -621,7 +618,15 @@ def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) ->
     match = _ADDRESS.fullmatch(str(text)) if isinstance(text, (str, Path)) else None
     if match is None:
         _check_bucket(text, label, error)
-        return as_path(text, label, error)
+        path = as_path(text, label, error)
+        # Python keeps bytes that it cannot decode as these characters.
+        if not any_name and any("\udc80" <= letter <= "\udcff" for letter in str(path)):
+            raise error(
+                f"{label}: got {str(text)!r:.80}, which is not in the encoding of this system's "
+                f"file names, {sys.getfilesystemencoding()}; rename it",
+                code="path-encoding",
+            )
+        return path
     key = (match[3] or "").rstrip("/")
     parts = key.split("/") if key else []
     is_named = key.isprintable() and len(key.encode(errors="surrogateescape")) <= _KEY

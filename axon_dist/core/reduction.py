@@ -8,7 +8,7 @@ sums anyway. Other platforms are not affected.
 
 XLA does not compile a reduction over an axis of one device in a partly manual region
 ("Cross-partition allreduce must be in (partial) manual partitioning mode"). There such axes are
-left out.
+left out, except under `check_vma=True`, where a value that varies over an axis must be reduced.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ def _hash_fraction(name: str) -> float:
 
 
 def _match(pattern: str, wanted: str) -> list[TextFile]:
-    expanded = as_place(pattern, "data.files")
+    expanded = as_place(pattern, "data.files", any_name=True)
     if isinstance(expanded, Address):
         return _match_objects(expanded, pattern)
     # A file may have a name that reads as a glob, such as "a[1].txt".

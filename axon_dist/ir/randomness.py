@@ -63,11 +63,11 @@ def find_rows(
 
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
-        local: the number of samples of one shard: one rank's share of one microbatch.
-        num_parts: how many shards a batch has.
+        local: the number of samples of a part: one rank's share of one microbatch.
+        num_parts: how many such parts a batch has.
 
     Returns:
-        For every drawn shape that counts samples, the shard's rows; None if nothing is drawn.
+        For every drawn shape that counts samples, the rows of the part; None if nothing is drawn.
 
     Raises:
         UnsupportedError: if shapes are ambiguous, or if the forward pass creates the key of such a

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from ..core.compat import Primitive, new_operation
 from ..core.errors import UnsupportedError
 from ..core.modules import stacks_of
+from ..core.reduction import all_max
 from ..core.typing import Array, Path
 from ..core.weighted import per_sample
 
@@ -211,7 +212,7 @@ def rounded(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Rounded:
 def _scale(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Array:
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     manual = _manual(axes)
-    largest = jax.lax.pmax(largest, manual) if manual else largest
+    largest = all_max(largest, manual) if manual else largest
     limit = jnp.finfo(dtype).max.astype(jnp.float32)
     mantissa, exponent = jnp.frexp(largest / limit)
     # frexp gives a mantissa in [1/2, 1), so an exact power of two needs an exponent one smaller.

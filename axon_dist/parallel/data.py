@@ -148,7 +148,7 @@ def zero(
     or stay split and are gathered where they are used (stage 3). Training is the same at every
     stage; memory and traffic differ. If `mixed_precision` computes in a narrower dtype than that of
     the stored parameters, stages 1 and 2 also split these, as master weights, and gather them once
-    per step in the narrower dtype.
+    per step in the narrower dtype; not in pipelines.
 
     Args:
         stage: 0 to 3.
@@ -220,7 +220,8 @@ class ShardingStrategy(NamedChoice):
     SHARD_GRAD_OP = "shard_grad_op"
     """Gradients (also from one microbatch to the next) and optimizer state: ZeRO-2. Parameters stay
     whole between steps, whereas PyTorch splits them until the forward pass. With a narrower compute
-    dtype, the stored parameters are split as master weights and gathered once per step."""
+    dtype, and without a pipeline, the stored parameters are split as master weights and gathered
+    once per step."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"

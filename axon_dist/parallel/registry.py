@@ -64,6 +64,11 @@ class DataPlan:
     stage: ZeROStage
     preference: int
 
+    @property
+    def has_two_axes(self) -> bool:
+        """Whether it splits over `fsdp` and replicates over `dp`."""
+        return any(len(sizes) > 1 for sizes in self.sizes(4, 2))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelPlan:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.checks import MODEL, made_by
-from ..core.errors import UnsupportedError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.own_context import in_own_context
 from ..core.tree import leaves_with_paths
@@ -101,9 +101,9 @@ def suggest_plan(
         model: an NNX module, or a function of no arguments that makes one. A Linen module goes
             through `nnx.bridge.ToNNX` and `lazy_init`.
         *inputs: the positional arguments of a call, trees of arrays, shapes and flags. Without any,
-            they are those that the model's method `example_inputs` returns. A model without this
-            method is tried with tokens `[2, 12]`, then with floats whose last dim is the first of
-            some kernel.
+            they are the tuple that the model's method `example_inputs` returns. A model without
+            this method is tried with tokens `[2, 12]`, then with floats whose last dim is the first
+            of some kernel.
         **keywords: the keyword arguments of the call, of the same kinds.
 
     Returns:
@@ -149,8 +149,7 @@ def _trace(
     """Follows the program of a model; returns the flow and the nodes of its parameters."""
     graphdef, params, rest = _split(model)
     if not inputs and not keywords:
-        example_inputs = getattr(nnx.merge(graphdef, params, rest), "example_inputs", tuple)
-        inputs = example_inputs()
+        inputs = _example_inputs(nnx.merge(graphdef, params, rest))
     leaves, form = jax.tree.flatten((inputs, keywords))
     arrays = tuple(leaf for leaf in leaves if hasattr(leaf, "shape"))
 
@@ -189,6 +188,22 @@ def _trace(
             flow.outputs.add(node)
             flow.spoil(node, "is the model's output")
     return flow, nodes
+
+
+def _example_inputs(model: nnx.Module) -> tuple[PyTree, ...]:
+    """Returns the inputs that a model states; none if it states none."""
+    # Not through `__getattr__`: a bridged Linen module would run a method of this name.
+    method = getattr(type(model), "example_inputs", None)
+    if not callable(method):
+        return ()
+    inputs = method(model)
+    if not isinstance(inputs, (tuple, list)):
+        raise ConfigError(
+            f"{type(model).__name__}.example_inputs returned a {type(inputs).__name__}; it must "
+            "return a tuple of the positional arguments of a call, arrays or jax.ShapeDtypeStruct",
+            code="no-example-inputs",
+        )
+    return tuple(inputs)
 
 
 def _plain_attention(
@@ -230,7 +245,7 @@ def _make_jaxpr(
     raise UnsupportedError(
         f"the model could not be traced with any of the inputs tried ({'; '.join(failures[:3])}); "
         "give suggest_plan the inputs that it takes, arrays or jax.ShapeDtypeStruct; or give the "
-        "model a method `example_inputs` that returns them; or in a config, give "
+        "model a method `example_inputs` that returns a tuple of them; or in a config, give "
         "parallel.tensor.plan, such as {up$: column, down$: row}",
         code="no-example-inputs",
     )

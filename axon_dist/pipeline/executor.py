@@ -17,12 +17,12 @@ from ..core.typing import Array, PyTree
 from ..ir.pieces import unconstrained
 from ..schedule import Phase, Schedule, Slots, assign_slots
 from .stage import (
-    DividedBackward,
     Frozen,
     MicrobatchData,
     Rest,
     StageLoss,
     StageOperands,
+    StagePasses,
     StageProgram,
     Start,
     Wire,
@@ -97,9 +97,9 @@ class Executor:
             microbatch; None for 1.
         saves_residuals: whether forward passes save residuals; otherwise backward passes recompute.
         frozen_weights, frozen_rest: the parameters that are not trained.
-        initial_buffers: the initial values of the buffers that stages update, by number. Except for
-            those in `reads_initial`, a microbatch reads the value that the one before it, by
-            number, wrote.
+        initial_buffers: the initial values of the buffers that stages update, by the numbers of the
+            buffers. Microbatch m reads the value that microbatch m-1 wrote, except of the buffers
+            in `reads_initial`.
         reads_initial: the numbers of the mutable buffers whose initial value every microbatch
             reads.
         averaged_buffers: the numbers in `reads_initial` whose new value is the mean over the
@@ -182,13 +182,13 @@ class Executor:
             bound = next(bound for bound in self.bound if 0 in bound.program.stages)
             start = Start(bound.program.first, *bound.first, example)
             saves_lookups = start.reads_looked_up(looked_up, zeros(self.wire.floats))
-        self.passes: list[DividedBackward] = []
+        self.passes: list[StagePasses] = []
         if self.saves_residuals or self.schedule.splits_backward:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
             for bound in self.bound:
                 operands = StageOperands(bound.weights, bound.rest, *shapes, frozen=bound.frozen)
                 arguments = bound.program, operands, self.wire.floats
-                self.passes.append(DividedBackward.of(*arguments, self.saves_residuals))
+                self.passes.append(StagePasses.of(*arguments, self.saves_residuals))
         output = jax.tree.leaves(self.wire)
         residuals = [[*output, *b.shapes(b.residuals)] for b in self.passes if self.saves_residuals]
         self.stash: Packing = Packing(residuals or [()])
@@ -339,8 +339,8 @@ class Executor:
                 if self.fuse_last_forward and last == 0:
                     return x, x, stash, histories
                 # The stage runs forward here, and again in its backward pass. `inspect.waterfall`
-                # counts the run here as recomputed, because with `fuse_last_forward` the last stage
-                # has only the run in its backward pass.
+                # knows the run here by this name as the repeated one. The run in the backward pass
+                # has no name, because a fused last stage has no other.
                 with jax.named_scope(RUN_TWICE):
                     y = operands.run(program)
                 return x, y.sent, stash, self._updated_buffers(program, entry, y, histories)

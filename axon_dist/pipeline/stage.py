@@ -22,7 +22,7 @@ from ..ir.walk import depends_on, interpret, needed_for, opened, struct_of
 
 
 class Wire(NamedTuple):
-    """The values that one stage sends to the next.
+    """The values that a stage returns; `sent` are those that the next stage gets.
 
     Args:
         floats: activations, which have gradients.
@@ -237,7 +237,7 @@ def pull_back(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DividedBackward:
+class StagePasses:
     """The forward, the input gradient and the weight gradient of a stage, cut from one program.
 
     Nothing that depends on the microbatch is computed twice. The second part is the backward slice
@@ -276,7 +276,7 @@ class DividedBackward:
         operands: StageOperands,
         cotangents: list[Array],
         saves_residuals: bool = False,
-    ) -> DividedBackward:
+    ) -> StagePasses:
         """Divides the forward and backward passes of a stage.
 
         Args:

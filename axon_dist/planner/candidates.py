@@ -303,10 +303,12 @@ class Candidate:
                 "replicas need a SlowReplicas, which says when they synchronize; one needs none",
                 code="replicas-need-sync",
             )
-        if self.strategy == "hybrid" and 1 in (self.dp, self.fsdp):
+        row = STRATEGIES.of_data().get(self.strategy)
+        if row is not None and row.has_two_axes and 1 in (self.dp, self.fsdp):
             raise ConfigError(
-                f"hybrid got dp={self.dp} and fsdp={self.fsdp}; it splits over fsdp and "
-                "replicates over dp, so give each at least 2, or take fsdp"
+                f"{self.strategy} got dp={self.dp} and fsdp={self.fsdp}; it splits over fsdp and "
+                "replicates over dp, so give each at least 2, or take a strategy over one, such as "
+                "fsdp"
             )
 
     @property

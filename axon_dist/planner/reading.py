@@ -31,7 +31,7 @@ from ..mesh.chips import Hardware, machine_of
 from ..mesh.rates import AttentionShape, ProductShape, rates_of
 from ..nn import ActivationCheckpointing
 from ..schedule import Costs, PipelineSchedule, build_schedule, simulate
-from ..schedule.action import check_sizes
+from ..schedule.action import check_positive
 from .device import liveness_program
 from .kernel_work import KernelWork, kernel_work
 from .liveness import peak_of
@@ -87,12 +87,13 @@ def idle_share(
 
     Raises:
         ScheduleError: for sizes that the schedule does not support.
+        ConfigError: for an unknown schedule, or a negative number of `recomputed` passes.
 
     Example:
         >>> idle_share("gpipe", 4, 8) == 3 / 8
         True
     """
-    check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
+    check_positive(num_devices=num_devices, num_microbatches=num_microbatches)
     SIZE.check("idle_share", "recomputed", recomputed)
     sizes = map(operator.index, (num_devices, num_microbatches, recomputed))
     return _idle_share(PipelineSchedule(schedule), *sizes)

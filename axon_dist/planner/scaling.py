@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 from ..core.arguments import COUNT, REAL, TEXT, ArgumentKind, checked, whole
 from ..core.errors import ConfigError, NamedChoice, did_you_mean
@@ -21,12 +21,17 @@ LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 """The factor of the learning rate, given the factor of the batch."""
 
 
-_LARGEST = sys.float_info.max
+def _fits_a_float(value: Any) -> bool:
+    try:
+        return float(value) > 0
+    except OverflowError:  # A whole number or a fraction that no float can hold.
+        return False
+
 
 # A tracer (it has an `aval`) is tested too: its truth value is unknown, and so JAX's error shows.
 POSITIVE = ArgumentKind(
     "a number above 0, which a float can hold",
-    lambda x: (REAL.holds(x) or hasattr(x, "aval")) and x > 0 and (x == math.inf or x <= _LARGEST),
+    lambda x: x > 0 if hasattr(x, "aval") else REAL.holds(x) and _fits_a_float(x),
 )
 MANY = whole(", at least 1 and at most 10^18", 1, 10**18)
 

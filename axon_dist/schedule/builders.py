@@ -211,7 +211,8 @@ def alternating_order(
         order.append(backward if delay is None else backward._replace(phase=Phase.I))
         if delay is not None:
             waiting.append(backward._replace(phase=Phase.W))
-            # With few microbatches the cool-down has no bubble to fill, so W must not wait for it.
+            # With few microbatches the cool-down has no bubble to fill, so W does not wait until
+            # then.
             if number >= min(delay, len(forwards) - warmup):
                 order.append(waiting.popleft())
         order += forwards[warmup + number : warmup + number + 1]
@@ -310,7 +311,9 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
-    return _table("zero_bubble_h1", num_stages, num_microbatches, lambda stage: num_stages - stage)
+    return _zero_bubble_table(
+        "zero_bubble_h1", num_stages, num_microbatches, lambda stage: num_stages - stage
+    )
 
 
 def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
@@ -330,17 +333,17 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
-    return _table(
+    return _zero_bubble_table(
         "zero_bubble_h2", num_stages, num_microbatches, lambda stage: 2 * (num_stages - stage) - 1
     )
 
 
-def _table(
+def _zero_bubble_table(
     name: str, num_stages: int, num_microbatches: int, ahead: Callable[[int], int]
 ) -> Schedule:
-    """Builds a table whose stage `s` runs `ahead(s)` forwards before its first backward.
+    """Builds a table whose stage `s` runs `ahead(s)` forwards before its first `I`.
 
-    `ahead(0)` must be the largest.
+    Each `W` follows its `I` by `ahead(0) - ahead(s)` backwards. `ahead(0)` must be the largest.
     """
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
     orders = [

@@ -129,6 +129,7 @@ def draw(
 
     Raises:
         ScheduleError: a width below 40, or times that letters cannot show to one scale.
+        ConfigError: a `color` other than True and False.
 
     Example:
         >>> from axon_dist.schedule import one_f_one_b, simulate

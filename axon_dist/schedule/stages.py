@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import add, itemgetter
 
-from ..core.arguments import FLOAT
+from ..core.arguments import is_number
 from ..core.errors import ScheduleError
 from .action import MOST_ACTIONS, check_positive, check_sizes, is_index, is_list
 
@@ -105,10 +105,10 @@ def _checked(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bou
 
 
 def _balanced(costs: Sequence[float], num_layers: int, num_stages: int) -> Boundaries:
-    if not is_list(costs, (num_layers,), lambda cost: FLOAT.holds(cost) and 0 <= cost < inf):
+    if not is_list(costs, (num_layers,), lambda cost: is_number(cost) and cost >= 0):
         raise ScheduleError(
-            f"got the costs {costs!r:.200} for {num_layers} layers. Give one cost per layer, each "
-            "a finite number of at least 0."
+            f"got the costs {costs!r:.200} for {num_layers} layers. Give a list with one cost "
+            "per layer, each a finite number of at least 0."
         )
     ends = [0, *accumulate(costs)]
     pace, _ = _cheapest_cut(ends, num_stages, price=lambda cost: cost, total=max)

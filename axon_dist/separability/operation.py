@@ -369,7 +369,7 @@ RESIZED = "with sizes or other parameters that differ from one number of samples
 
 REMADE = (
     "of a Python function that is another one in each trace, which may depend on the number of "
-    "samples; make it outside the loss function"
+    "samples"
 )
 """The end of a reason: the function of a callback is not known to be the same."""
 

@@ -140,7 +140,7 @@ def _bytes(count: int) -> str:
 def _options(plan: StepPlan) -> Sequence[str]:
     """Says the precision, the recomputation, the loop over blocks and the compiler options."""
     strategy = plan.spec.strategy
-    blocks = "; ".join(map(str, plan.loop_choices)) or "known once the step has seen a batch"
+    blocks = "; ".join(map(str, plan.loop_choices)) or "known once the step has been traced"
     compiler = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
     # Without `remat`, blocks still recompute their elementwise results; see `with_layer_scan`.
     saves_most = plan.changes.units and not strategy.layers

@@ -90,8 +90,9 @@ class GlobalGather:
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
         if self.grad is None:
-            # No custom_vjp here: it is never differentiated, so a remat policy would see an opaque
-            # call and save the whole weight.
+            # No custom_vjp here: a frozen weight is never differentiated, so JAX would not replace
+            # the call by its rule. A remat policy would see an opaque call, and save the whole
+            # weight.
             return self.forward(weight)
         # The forward rule calls `self.forward` and not `gather`, so that a remat policy sees the
         # constraint itself and not an opaque call.

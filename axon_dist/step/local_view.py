@@ -332,8 +332,8 @@ class RankProgram:
     def _last(self, scanned: Forward, frozen: PyTree) -> LastFn:
         """Returns the program of the last microbatch, whose backward pass hides the reduction.
 
-        Each unit reduces its own gradients. Without units it runs the `scanned` program of the
-        other microbatches, on weights whose backward pass reduces.
+        Each unit reduces its own gradients. Without units it runs the same `scanned` program as the
+        other microbatches, on weights wrapped so that their gradients are reduced.
         """
         reduce = functools.partial(reduce_accumulated, self.spec)
 

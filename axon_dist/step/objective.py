@@ -429,10 +429,10 @@ def gradient_sums(
 
     Args:
         forward: the forward pass.
-        num_parts: how many shards of about this size a batch is cut into: ranks times
-            microbatches. In the mean over a shard, a sample weighs `num_parts` times as much as in
-            the batch. The loss scale is therefore divided by it; half precision would otherwise
-            overflow in a shard where it does not for the whole batch.
+        num_parts: the number of parts that the batch is cut into: ranks times microbatches. In the
+            mean over a part, a sample weighs `num_parts` times as much as in the batch. The loss
+            scale is therefore divided by it; half precision would otherwise overflow in a part
+            where it does not for the whole batch.
         scale: the loss scale, against vanishing gradients.
         common: returns the weight that all ranks divide by. Required if gradients are reduced
             inside the backward pass, where each rank's own weight can no longer be applied

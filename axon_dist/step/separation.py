@@ -4,10 +4,10 @@ Microbatches and ranks see parts of a batch. If the loss is a mean or a sum over
 `Weighted`, the step computes the loss and the gradient of the whole batch, no matter how the batch
 is cut. If the loss couples the samples, for example by comparing each sample with every other,
 ranks must not compute it from their own samples. With one microbatch the step then runs in global
-view; with several it is refused, unless `separable` is given. With `separable=True` the losses of
-all parts are averaged, of which each rank has one in each microbatch. With `separable=False` all
-ranks compute each microbatch together, and the microbatches are averaged. It is also refused if an
-option needs ranks that work on their own, unless `separable=True`.
+view, or is refused if an option needs ranks that work on their own. With several microbatches it is
+refused. `separable=True` permits both: each rank computes the loss of its samples of each
+microbatch, and all these losses are averaged. With `separable=False` all ranks compute each
+microbatch together, and the losses of the microbatches are averaged.
 
 An output that does not follow from the outputs for the parts may still follow from sums over the
 samples, such as `sqrt(mean)`: see `loss_sums.py`. `Traces` in `sample_traces.py` traces the loss
@@ -281,7 +281,8 @@ class Separator:
         if self._num_microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
         total = self._samples_of_whole(batch, samples, ranks)
-        # `_samples_of_whole` has fallen back to one microbatch, and one rank computes it.
+        # True only where `_samples_of_whole` fell back to one microbatch, which one rank computes:
+        # nothing is split.
         if samples // ranks == total:
             self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
@@ -564,10 +565,11 @@ class Separator:
             (params, buffers, batch) -> the results of the loss function. The parameters have their
             full shapes, and nothing gathers them.
         """
-        # It sums over no mesh axis, so it may also be traced inside `shard_map`, where some callers
-        # are. It may be a trace that `of` has made, with statistics over all parts and marked
-        # experts. Callers do not run it. They read which weights, buffers, keys and draws it uses,
-        # and which of them it changes. This does not depend on whose statistics it has.
+        # A new trace has each part's own statistics. It sums over no mesh axis, so it may also be
+        # made inside `shard_map`, where some callers are. A trace that `of` has made is used again;
+        # it may have statistics over all parts, and marked experts. Callers do not run the program.
+        # They read which weights, buffers, keys and draws it uses, and which of them it changes.
+        # This does not depend on whose statistics it has.
         return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property

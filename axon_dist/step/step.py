@@ -796,11 +796,11 @@ class TrainStep:
         """Computes the numbers of `evaluate` as sums, which add up over batches of any sizes.
 
         Over several batches a metric is `sum(totals) / sum(weights)`. A `Weighted` metric has its
-        own weight. A plain scalar loss, and a metric that is a mean over the samples, has their
-        number as its weight. A metric that is a sum of integers over the samples is a `Count`: over
-        several batches it is `sum(totals)`. Any other metric, such as a maximum or a sum of floats,
-        has the weight of the loss, so that over several batches it is the mean of its values for
-        each. A plain scalar loss that is a sum over the samples is averaged over the batches, too.
+        own weight. A metric that is a mean over the samples is weighed by their number, and so is a
+        plain scalar loss, even if it is a sum. A metric that is a sum of integers over the samples
+        is a `Count`: over several batches it is `sum(totals)`. Any other metric, such as a maximum
+        or a sum of floats, has the weight of the loss, so that over several batches it is the mean
+        of its values for each.
 
         Args:
             state: a state of this step; it stays usable.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from axon_dist.pipeline import MicrobatchData, StageProgram, Wire
-from axon_dist.pipeline.stage import DividedBackward, StageOperands, pull_back
+from axon_dist.pipeline.stage import StageOperands, StagePasses, pull_back
 
 
 def two_layers(weights, rest, data, stage, wire):
@@ -35,7 +35,7 @@ def products(piece):
 @pytest.mark.parametrize("saves_residuals", [False, True])
 def test_equals_the_whole_backward_pass(saves_residuals):
     at, seed = operands()
-    parts = DividedBackward.of(PROGRAM, at, seed, saves_residuals)
+    parts = StagePasses.of(PROGRAM, at, seed, saves_residuals)
     want_y, pull = pull_back(PROGRAM, at)
     want = pull(seed)
     y, kept = parts.forward(at)
@@ -49,14 +49,14 @@ def test_equals_the_whole_backward_pass(saves_residuals):
 @pytest.mark.parametrize("layers", [two_layers, jax.checkpoint(two_layers)])
 def test_every_part_has_a_product_per_layer(layers):
     at, seed = operands()
-    parts = DividedBackward.of(dataclasses.replace(PROGRAM, middle=layers), at, seed)
+    parts = StagePasses.of(dataclasses.replace(PROGRAM, middle=layers), at, seed)
     halves = [parts.forward_part, parts.input_part, parts.weight_part]
     assert [products(half) for half in halves] == [2, 2, 2]
 
 
 def test_weights_are_not_handed_over():
     at, seed = operands()
-    parts = DividedBackward.of(PROGRAM, at, seed, saves_residuals=True)
+    parts = StagePasses.of(PROGRAM, at, seed, saves_residuals=True)
     shapes = {shape.shape for shape in parts.shapes([*parts.residuals, *parts.intermediates])}
     assert shapes <= {(4, 8), (4, 16)}
 
@@ -76,7 +76,7 @@ def test_gradients_of_scales_and_biases_are_not_put_off():
     )
     program = StageProgram((0,), 0, range(1), None, scaled_layer, None, (), (), ())
     seed = [array(4, 6)]
-    parts = DividedBackward.of(program, at, seed)
+    parts = StagePasses.of(program, at, seed)
     # The input and the cotangent of the product, and two finished gradients.
     shapes = parts.shapes(parts.intermediates)
     assert sorted(shape.shape for shape in shapes) == [(4, 6), (4, 8), (6,), (8,)]

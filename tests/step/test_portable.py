@@ -86,7 +86,7 @@ def test_a_pipeline_goes_on_without_one_and_with_another(widths, others, make_wo
 @pytest.mark.full
 def test_no_device_holds_all_of_a_pipelines_portable_form(make_world):
     step = step_of(make_world("pp=4"), pipelined(4, 4), (64,) * 4)
-    portable = PortableForm(step).of(step.init())
+    portable = PortableForm(step).to_canonical(step.init())
     kernel = portable.params["blocks"][0]["up"]["kernel"]
     assert kernel.shape == (16, 64)
     assert kernel.sharding.shard_shape(kernel.shape) == (16, 16)

@@ -77,8 +77,8 @@ def strategy_options(value: object) -> StrategyOptions:
         twice = next((name for name in value if value.count(name) > 1), None)
         if twice is not None:
             raise ValueError(
-                f"got {list(value)!s:.200}, in which {twice:.80} appears twice; a strategy applies "
-                "once, so name it once"
+                f"got {list(value)!s:.200}, in which {shown(twice)} appears twice; a strategy "
+                "applies once, so name it once"
             )
         value = {name: {} for name in value}
     if not isinstance(value, Mapping) or not value:
@@ -104,8 +104,8 @@ def strategy_options(value: object) -> StrategyOptions:
         for key, value_implied in implied.items():
             if (options or {}).get(key, value_implied) != value_implied:
                 raise ValueError(
-                    f"got {key}: {options[key]} under {name}, which means {key}: {value_implied}; "
-                    f"write {strategy} instead of {name}"
+                    f"got {key}: {options[key]!r:.80} under {shown(name)}, which means {key}: "
+                    f"{value_implied}; write {strategy} instead of {shown(name)}"
                 )
         written[strategy] = str(name)
         merged = {**implied, **(options or {})}
@@ -156,9 +156,9 @@ def unit_of(config: RunConfig) -> str:
 def with_own_precision(config: RunConfig) -> RunConfig:
     """Returns the config with the `mixed_precision` of its strategies as its `precision`.
 
-    Both mean the same to the step, but only `precision` is read without the strategies, and stays
-    if other strategies replace them. If they differ, the config is returned unchanged; building its
-    step then raises.
+    Both mean the same to the step, but `precision` can be read without building a strategy, and
+    stays if other strategies replace these. If they differ, the config is returned unchanged;
+    building its step then raises.
 
     Example:
         >>> half = {"fsdp": {"mixed_precision": "bf16"}}

@@ -4,6 +4,7 @@ Imports `step`, `mesh` and `core`. Start reading in `trainer.py`; its options ar
 the metric writers in `writers.py`.
 """
 
+from .limits import FINISHED as FINISHED
 from .limits import LoopOptions as LoopOptions
 from .limits import StopConsensus as StopConsensus
 from .limits import StopRequest as StopRequest
@@ -18,7 +19,6 @@ from .progress import Progress as Progress
 from .progress import SilentProgress as SilentProgress
 from .progress import Status as Status
 from .progress import make_progress as make_progress
-from .record import FINISHED as FINISHED
 from .record import TrainResult as TrainResult
 from .record import reason_to_end as reason_to_end
 from .trainer import Trainer as Trainer

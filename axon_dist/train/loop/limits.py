@@ -24,6 +24,8 @@ from axon_dist.mesh import World
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANOTHER = "another process"
+FINISHED = "finished"
+"""The reason of a run that reached its last step."""
 INTERRUPTIONS = frozenset({*(number.name for number in _SIGNALS), _ANOTHER})
 """Reasons for ending a run from outside: a signal here, or any stop of another process."""
 
@@ -47,9 +49,9 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
     """Turns the first SIGINT (Ctrl-C), SIGTERM or SIGHUP into a request; later ones act as usual.
 
     Python handles signals between two calls of C. So a compile ends first, and equal signals during
-    one compile count as one. They are not counted by a wakeup descriptor: forked workers would
-    write into it, too, and programs that start others often send on a Ctrl-C that the terminal has
-    sent to all.
+    one compile count as one. A wakeup descriptor would count them all, but forked workers would
+    write into it, too. A launcher often forwards a Ctrl-C that the terminal has already sent to
+    every process, so one press would count twice.
 
     After the first signal, any SIGHUP is ignored, even after the context: when a terminal closes,
     both the kernel and the shell send it, and a last save may still be running. A process that
@@ -182,12 +184,20 @@ class Stops:
         """
         wish = self.should_stop is not None and latest and self.should_stop(latest)
         if wish:
-            self.request.ask(wish if isinstance(wish, str) else "should_stop")
+            self.request.ask(_reason_of(wish))
         return self.meanwhile()
 
     def meanwhile(self) -> bool:
         """Whether to stop during a longer operation between two steps, such as a validation."""
         return self.consensus(bool(self.request))
+
+
+def _reason_of(wish: bool | str) -> str:
+    """Returns the reason of a `should_stop`, which must not be taken for one of the loop itself."""
+    if not isinstance(wish, str):
+        return "should_stop"
+    is_own = wish in (FINISHED, *INTERRUPTIONS)
+    return f"should_stop: {wish}" if is_own else wish
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
 from ...step.state import FLAG, OVERFLOW, SPIKE, NonfiniteLoss, TrainState, step_was_nonfinite
-from .limits import INTERRUPTIONS, LoopOptions
+from .limits import FINISHED, INTERRUPTIONS, LoopOptions
 from .progress import Progress, Status
 from .writers import MetricWriter
 
@@ -635,8 +635,6 @@ def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]
             yield kind, row["step"], means
 
 
-FINISHED = "finished"
-"""The reason of a run that reached its last step."""
 EARLY = "early stopping"
 """The reason of a run that ended early because validations did not improve."""
 

@@ -20,14 +20,22 @@ from axon_dist.mesh import agree, from_main, watch_steps
 
 from ...step import Nonfinite, TrainState, TrainStep
 from ...step import state as step_state
-from .limits import BATCHES, KINDS, STATE, LoopOptions, StopConsensus, Stops, stop_on_signals
+from .limits import (
+    BATCHES,
+    FINISHED,
+    KINDS,
+    STATE,
+    LoopOptions,
+    StopConsensus,
+    Stops,
+    stop_on_signals,
+)
 from .meters import LAG, MetricSums, StepProfile, delayed, percentiles, utilization_of
 from .progress import Progress, SilentProgress
 from .record import (
     COMPILE,
     DATA,
     EARLY,
-    FINISHED,
     INITIALIZE,
     SAVE,
     VALIDATE,
@@ -135,7 +143,8 @@ class Trainer:
         time/step_seconds                 mean of recent steps; the first step is not timed
         time/tokens_per_second            with `items_per_step`; named after `item`
         time/model_flops_utilization      with `peak_flops`
-        time/slowest_step_seconds         slowest of the record's steps and the recent steps
+        time/slowest_step_seconds         slowest of the steps since the last record, and of those
+                                          that `time/step_seconds` averages
         time/data_share, time/host_share  shares of the time since the last record spent waiting
                                           for batches, and on the host without waiting
         time/goodput                      share of all time so far spent in steps not undone

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import as_path, make_folder, open_regular, replace_text, replacing
+from axon_dist.core.files import as_place, make_folder, open_regular, replace_text, replacing
 from axon_dist.train.loop import JsonlWriter
 from axon_dist.train.loop.writers import TolerantWriter
 from benchmarks.disk_errors import measure_errors
@@ -120,7 +120,8 @@ def test_metrics_are_not_added_to_what_a_link_leads_to(tmp_path):
         JsonlWriter(tmp_path / "metrics.jsonl")
 
 
-def test_a_path_that_is_not_in_the_encoding_of_file_names_is_refused(tmp_path):
+def test_a_run_in_a_folder_that_is_not_in_the_encoding_of_file_names_is_refused(tmp_path):
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
     with pytest.raises(ConfigError, match=r"run_dir: got '.*caf\\udce9', which is not in the enc"):
-        as_path(odd, "run_dir")
+        as_place(odd, "run_dir")
+    assert as_place(odd, "data.files", any_name=True).name == "caf\udce9"

@@ -339,6 +339,8 @@ def test_should_stop_reads_the_records(world):
 def test_a_text_that_should_stop_returns_is_the_reason(world):
     result = fit(FakeStep(world), 8, should_stop=lambda record: "an hour has passed")
     assert (result.reason, result.is_interrupted) == ("an hour has passed", False)
+    result = fit(FakeStep(world), 8, should_stop=lambda record: "SIGTERM")
+    assert (result.reason, result.is_interrupted) == ("should_stop: SIGTERM", False)
 
 
 def test_ends_with_the_data(world):
