@@ -250,7 +250,8 @@ class TransformerConfig(Presets):
     @property
     def has_windows(self) -> bool:
         """Whether any layer has a window shorter than the longest sequence."""
-        return any(0 < window < self.max_length for window in self.layer_windows)
+        # Not by `layer_windows`: every layer asks, so that would be quadratic.
+        return any(0 < window < self.max_length for window in self.windows[: self.num_layers])
 
     @property
     def has_special_scores(self) -> bool:

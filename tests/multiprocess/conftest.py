@@ -42,13 +42,6 @@ class Processes:
             assert all(process.poll() is None for process in self.all), self.text(0)
             time.sleep(0.1)
 
-    def wait_for_any(self, words, timeout=120):
-        """Returns once some rank has said something."""
-        deadline = time.monotonic() + timeout
-        while not any(words in self.text(rank) for rank in range(len(self.all))):
-            assert time.monotonic() < deadline, self.text(0)
-            time.sleep(0.02)
-
     def text(self, rank):
         return self.logs[rank].read_text()
 
