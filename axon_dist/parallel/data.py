@@ -152,8 +152,8 @@ def zero(
 
     Args:
         stage: 0 to 3.
-        axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it. An
-            axis that a composed `context_parallel` also uses splits the arrays but no samples.
+        axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it. The
+            axis of a composed `context_parallel` may be among them; it splits arrays only.
         shard_axes: the mesh axes that split the arrays; by default all that split the batch. Some
             of them make hybrid sharding: split over these axes, replicated over the others.
         cpu_offload: which arrays live in host memory between steps.
@@ -284,9 +284,8 @@ def fsdp(
 
     Args:
         axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. None
-            stands for `fsdp`, or `dp` on a mesh without it; with HYBRID_SHARD it stands for `("dp",
-            "fsdp")`. An axis that a composed `context_parallel` also uses splits the arrays but no
-            samples.
+            stands for `fsdp`, or `dp` on a mesh without it; with HYBRID_SHARD for `("dp", "fsdp")`. The
+            axis of a composed `context_parallel` may be among them; it splits arrays only.
         sharding_strategy: which arrays are split. The two may also come in the other order, as in
             `fsdp("hybrid_shard", ("dp", "fsdp"))`.
         cpu_offload: which arrays live in host memory between steps.

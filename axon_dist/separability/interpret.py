@@ -264,9 +264,9 @@ class Walk:
         return self._checked(op.outputs, self._numbered(op, operands, results), line)
 
     def _checked(self, outputs: Sequence[Shapes], values: list[Value], line: str) -> list[Value]:
-        """Makes a value COUPLED if other dims than the one that counts samples grow with the batch.
+        """Makes a value COUPLED if other dims than `value.dim` differ between the two programs.
 
-        Constants have no such dim, and any of their dims may grow.
+        Any dim of a constant may differ.
         """
         results = []
         for value, shapes in zip(values, outputs, strict=True):
@@ -276,8 +276,8 @@ class Walk:
                 results.append(value)
                 continue
             dims = grown(shapes)
-            counts = [value.dim] if value.dim is not None else []
-            fits = dims == counts and all(
+            expected = [value.dim] if value.dim is not None else []
+            fits = dims == expected and all(
                 shapes[1][dim] == shapes[0][dim] * self._ratio for dim in dims
             )
             results.append(value if fits else coupled(Why.DIMS, line))

@@ -160,8 +160,8 @@ class StateLayout:
     Args:
         plan: the plan of the step.
         source: where the first values of its model come from.
-        strategy: shards trained parameters and their moments; None for the strategy
-            of the storage.
+        strategy: shards trained parameters and their moments; None for the strategy of
+            `plan.state_plan.storage`, whose policies are about stored leaves.
 
     Attributes:
         plan: the plan of the step.

@@ -491,9 +491,9 @@ def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
     outside = paths_of(model, elsewhere) | frozenset(read_outside_units(jaxpr, paths))
     for path in sorted(outside & paths_of(model, normed)):
         raise UnsupportedError(
-            f"{path!r} is normalised by nnx.SpectralNorm or nnx.WeightNorm in one block, but the "
-            "loss reads it outside of it, or another block holds it: on one device that would be "
-            "the normalised weight, and here it is the weight before normalisation. Read it within "
+            f"{path!r} is normalised by nnx.SpectralNorm or nnx.WeightNorm in one block, but is "
+            "also read outside of that block, or held by another one. One device would read the "
+            "normalised weight there; here it is the weight before normalisation. Read it within "
             "the block, or let no block be gathered or recomputed: ddp() without remat, "
             "scan_layers and frozen_dtype",
             code="normed-weight-read-outside-block",

@@ -568,8 +568,8 @@ class Separator:
         # A new trace has each part's own statistics. It sums over no mesh axis, so it may also be
         # made inside `shard_map`, where some callers are. A trace that `of` has made is used again;
         # it may have statistics over all parts, and marked experts. Callers do not run the program.
-        # They read which weights, buffers, keys and draws it uses, and which of them it changes.
-        # This does not depend on whose statistics it has.
+        # They read which weights, buffers, keys and draws it uses, and which of them it changes,
+        # which is the same in both.
         return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property
@@ -684,8 +684,8 @@ class Separator:
         """Returns the statistics that are averaged over microbatches, if parts determine the loss.
 
         Raises:
-            UnsupportedError: for a buffer that changes its shape in a forward pass, or that each
-                microbatch would change.
+            UnsupportedError: for a buffer that changes its shape in a forward pass, or that is
+                neither a running sum nor a mean over the microbatches.
         """
         if self._num_microbatches > 1:
             self._check_buffers(self.program(batch, sizes[1]))
@@ -840,14 +840,14 @@ class Separator:
 
 
 def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
-    """Returns whether gradients are computed per rank, and the options that require it.
+    """Returns whether gradients are to be computed per rank, and the options that require it.
 
     Args:
         spec: the step, whose reduction or pipeline may need ranks.
 
     Returns:
-        Whether gradients are computed per rank, and the options that require it, in words. If
-        there are none, global view gives the same result.
+        Whether the step computes gradients per rank if the loss permits it, and the options that
+        require it, in words. If there are none, global view gives the same result.
     """
     if spec.strategy.pipeline is not None:
         return True, [f"a pipeline with {'×'.join(spec.strategy.batch_axes)}"]

@@ -119,10 +119,10 @@ class Trainer:
         counts: the numbers that `on_counts` got last before the save of the state that the run
             resumes from. Numbers that are missing come from the last record of the history, which
             may be older.
-        on_counts: called before `save` and `copy` with numbers to save with the state in place of
-            the earlier ones: those of the steps so far without an update, `skipped_steps` and
-            `overflowed_steps`, and the sums of the metrics since the last record, of which the next
-            record is the mean, `window_steps` and `window_sum/loss`, ....
+        on_counts: called before `save` and `copy` with numbers to save with the state, in place of
+            the earlier ones: `skipped_steps` and `overflowed_steps`, the steps so far without an
+            update; `window_steps`, the steps since the last record; and `window_sum/<metric>`, the
+            sums of their metrics, whose means are the next record.
         facts: maps the number of steps taken, and the number of steps that changed the parameters,
             to further numbers of a record, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
