@@ -63,7 +63,7 @@ def ddp(
         ('dp',)
     """
     reduction = Reduction(per, sync, bucket_capacity, reduce_dtype, broadcast_buffers)
-    # Show the size of overlapped reductions, too, as a setting of the strategy.
+    # The default size of overlapped reductions is filled in, so that the strategy shows it.
     reduction = dataclasses.replace(reduction, bucket_capacity=reduction.capacity)
     over, defaults = axes_or(axes, "dp")
     return Strategy("ddp", batch_axes=over, reduction=reduction, default_axes=defaults)
@@ -284,8 +284,9 @@ def fsdp(
 
     Args:
         axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. None
-            stands for `fsdp`, or `dp` on a mesh without it; with HYBRID_SHARD for `("dp", "fsdp")`. The
-            axis of a composed `context_parallel` may be among them; it splits arrays only.
+            stands for `fsdp`, or `dp` on a mesh without it; with HYBRID_SHARD for
+            `("dp", "fsdp")`. The axis of a composed `context_parallel` may be among them; it splits
+            arrays only.
         sharding_strategy: which arrays are split. The two may also come in the other order, as in
             `fsdp("hybrid_shard", ("dp", "fsdp"))`.
         cpu_offload: which arrays live in host memory between steps.

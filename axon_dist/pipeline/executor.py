@@ -339,8 +339,8 @@ class Executor:
                 if self.fuse_last_forward and last == 0:
                     return x, x, stash, histories
                 # The stage runs forward here, and again in its backward pass. `inspect.waterfall`
-                # counts the run with this name as the extra one. The run in the backward pass must
-                # not have it: a fused last stage runs forward only there, and repeats nothing.
+                # counts the run with this name as the extra one. A fused last stage runs forward
+                # only in its backward pass and repeats nothing, so the run there has no such name.
                 with jax.named_scope(RUN_TWICE):
                     y = operands.run(program)
                 return x, y.sent, stash, self._updated_buffers(program, entry, y, histories)

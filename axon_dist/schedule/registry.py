@@ -322,7 +322,7 @@ def efficiency(num_microbatches: int, num_stages: int) -> float:
         0.7273
     """
     check_positive(num_microbatches=num_microbatches, num_stages=num_stages)
-    # Of Python, because sums of numpy's integers have 64 bits.
+    # Converted to Python's integers, because sums of numpy's could overflow.
     microbatches, stages = operator.index(num_microbatches), operator.index(num_stages)
     return microbatches / (microbatches + stages - 1)
 

@@ -2,12 +2,13 @@
 
 This is an abstract interpretation of two traces of the program: for the whole batch, and for one of
 the equal parts that the batch is split into. Both traces must have the same operations with the
-same data flow, except for relays if a part is one sample: reshapes, broadcasts and sums that JAX
-adds or leaves out there, see `one_sample.py`. The dims and constants that differ between the traces
-are those that depend on the number of samples. Dim 0 of the batch counts samples. The rules in
-`rules.py` derive the abstract value (`abstract_values.Value`) of each result from those of the
-operands. This shows whether each output is a mean over the samples, a sum, one row per sample,
-independent of the samples, or a value that cannot be combined from those of the parts.
+same data flow. If a part is one sample, they may also differ in reshapes, broadcasts and sums that
+JAX adds or leaves out there (relays, see `one_sample.py`). The dims and constants that differ
+between the traces are those that depend on the number of samples. Dim 0 of the batch counts
+samples. The rules in `rules.py` derive the abstract value (`abstract_values.Value`) of each result
+from those of the operands. This shows whether each output is a mean over the samples, a sum, one
+row per sample, independent of the samples, or a value that cannot be combined from those of the
+parts.
 """
 
 from __future__ import annotations

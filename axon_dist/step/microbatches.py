@@ -250,7 +250,7 @@ def accumulate(
         return gradient(params, buffers, batch)
     first = buffers
     iterations = num_microbatches - (last is not None)
-    # Without it the loop needs no microbatch index.
+    # Without `part_buffers` the loop needs no microbatch index.
     numbers = None if part_buffers is None else jnp.arange(iterations)
 
     def before(buffers: PyTree, number: Any) -> PyTree:

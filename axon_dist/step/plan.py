@@ -260,7 +260,7 @@ def units_of_step(spec: StepSpec) -> frozenset[Path]:
 
 
 def changes_of_model(spec: StepSpec, choices: dict[LoopChoice, None]) -> ModelChanges:
-    """Returns the changes to the model where the compiler, or each rank, runs all of it.
+    """Returns the changes to a model that is not cut into stages.
 
     Args:
         spec: the resolved arguments of the step.

@@ -69,9 +69,9 @@ class Traced:
 class Traces:
     """Traces the programs of a loss, one per number of samples, and keeps them.
 
-    The traces have statistics of BatchNorm that are averaged over all parts, and experts that count
-    the tokens of all parts. A step averages over ranks only: each microbatch has statistics of its
-    own, of which the step warns.
+    With `over_all`, statistics of BatchNorm are averaged over all parts, and experts count the
+    tokens of all parts. A step averages over ranks only: each microbatch has statistics of its own,
+    of which the step warns.
 
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.

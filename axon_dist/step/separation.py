@@ -565,11 +565,10 @@ class Separator:
             (params, buffers, batch) -> the results of the loss function. The parameters have their
             full shapes, and nothing gathers them.
         """
-        # A new trace has each part's own statistics. It sums over no mesh axis, so it may also be
-        # made inside `shard_map`, where some callers are. A trace that `of` has made is used again;
-        # it may have statistics over all parts, and marked experts. Callers do not run the program.
-        # They read which weights, buffers, keys and draws it uses, and which of them it changes,
-        # which is the same in both.
+        # Callers do not run the program. They read which weights, buffers, keys and draws it uses,
+        # and which of them it changes, so any trace will do. One that `of` has made is used again,
+        # though its statistics may be over all parts. A new one sums over no mesh axis, so it may
+        # also be made inside `shard_map`, where some callers are.
         return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property
