@@ -348,8 +348,8 @@ def diloco(
     optimizer and sends nothing over the axis. Then the mean over the replicas of `before - after`,
     the parameters before and after these steps, is the gradient of the outer optimizer, and all
     replicas continue from the parameters that it computes. Each keeps its own inner moments. With
-    H=1, plain SGD inside and `optax.sgd(1.0)` outside, this equals data parallelism if every share
-    has the same loss weight.
+    H=1, plain SGD inside and `optax.sgd(1.0)` outside, this equals data parallelism if all
+    samples have the same weight and the model draws no random numbers.
 
     Args:
         axis: the mesh axis between the replicas, such as `nodes` or `pods`. Composed strategies

@@ -55,7 +55,7 @@ class DataPlan:
         sizes: `sizes(ranks, node_size)` yields sizes of `dp` and `fsdp` for this many data-parallel
             ranks, on nodes of this many devices; nothing where the strategy does not apply.
         stage: the ZeRO stage that splits the same kinds of arrays, over all or some of the ranks.
-            Inside pipelines the planner tries only those of stage 3.
+            Inside pipelines the planner tries only strategies of stage 3.
         preference: its place among the data-parallel strategies, the preferred one first: of two
             plans that are equally fast, `axon plan` takes the one with the smaller number.
     """
@@ -379,7 +379,7 @@ def _expert(
     momentum=ArgumentKind("a number in [0, 1)", lambda x: NUMBER.holds(x) and 0 <= x < 1),
 )
 def _diloco(
-    model: Any,
+    model: Any,  # A module or a factory: `@checked` would hold an annotation of either to it.
     world: World,
     every: int,
     lr: float = 0.7,

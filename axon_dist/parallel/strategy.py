@@ -298,11 +298,11 @@ class Strategy:
         return bool(self.batch_axes) and not others
 
     @property
-    def keeps_weights_whole(self) -> bool:
-        """Whether weights are whole over the data axes while the loops of a step run.
+    def loops_gather_nothing(self) -> bool:
+        """Whether the loops of a step are compiled as loops that gather no weights.
 
-        Always False for pipelines. Each of their ticks ends with a transfer that the next tick
-        reads, so their loop is compiled with the options of loops that gather.
+        Pipelines count as gathering: each of their ticks ends with a transfer that the next tick
+        reads, which needs the same options of the compiler.
         """
         splits = not set(self.reduced_axes).isdisjoint(self.params.split_axes)
         once = self.gathers_once or (self.reduction is not None and self.reduction.per == "step")

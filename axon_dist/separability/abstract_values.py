@@ -50,7 +50,10 @@ class Kind(enum.Enum):
 
 
 class Why(enum.StrEnum):
-    """Why a value depends on several samples, or on their number: verb phrases or endings."""
+    """Why a value depends on several samples, or on their number.
+
+    Each continues a sentence about the value; some continue another reason.
+    """
 
     DIFFERS = (
         "traces to a different program for a different number of samples, for example because of a "

@@ -240,8 +240,7 @@ class Walk:
         decided = name == "select_n" and operands[0].same_number is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
         if spoiled and not decided:
-            # Name the reason that says most: a dependence on the number of samples often follows
-            # from another one.
+            # Any other reason is preferred to SIZES, which often follows from it.
             return [with_line(min(spoiled, key=lambda v: Why.SIZES in v.why), line)] * count
         rule = SAMPLE_RULES.get(name, unknown)
         try:

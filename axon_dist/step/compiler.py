@@ -127,7 +127,7 @@ def compiler_options(
         if strategy.layers and parallel is None:
             # Each transfer around a ring consists of several arrays.
             parallel = all(x.sends_around and x.splits_positions for x in strategy.layers)
-        keeps_whole = strategy.keeps_weights_whole
+        keeps_whole = strategy.loops_gather_nothing
         sums = strategy.sends_only_sums
         defaults = chip.options_for(world.size, keeps_whole, sums, parallel)
     merged = {**defaults, **fixed, **given}

@@ -245,8 +245,8 @@ class RankProgram:
                 frozen, self.frozen_specs, self.spec.model_spec.stored_frozen
             )
             # Averaging statistics over ranks also averages the gradients through them over ranks.
-            # The gradients averaged must have one scale, so all ranks divide their loss by one
-            # common weight, the mean of theirs.
+            # Gradients that are averaged must share one scale, so all ranks divide their loss by
+            # one common weight, the mean of theirs.
             shares_statistics = reduction.sync_buffers and has_statistics(
                 self.spec.model_spec.abstract
             )

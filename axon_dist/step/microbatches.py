@@ -109,7 +109,7 @@ class PartBuffers:
         return map_with_path(one, self.without_part(new, first), first)
 
     def without_part(self, new: PyTree, first: PyTree) -> PyTree:
-        """Returns the buffers after a part with keys as the model has them."""
+        """Returns the buffers after a part, whose keys no longer contain the part's index."""
         return without_part(new, first, self.advanced)
 
 

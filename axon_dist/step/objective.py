@@ -339,9 +339,9 @@ def shard_metrics(outcome: Outcome, num_parts: int) -> dict[str, Array | Weighte
     """Returns the metrics of one of `num_parts` parts of a batch, ready to be added up.
 
     Those of a single part are not weighted. If they were, a metric would be 0 in a batch without
-    weight, and an integer would become a float. So they are those of `gradient_means`, with two exceptions. A
-    pipeline returns bools and half precision in float32. `Weighted(integer, 1)` becomes a float in
-    a pipeline, because there its weight is an array.
+    weight, and an integer would become a float. So they are those of `gradient_means`, with two
+    exceptions. A pipeline returns bools and half precision in float32. `Weighted(integer, 1)`
+    becomes a float in a pipeline, because there its weight is an array.
     """
     if num_parts > 1:
         return weighted_metrics(outcome)

@@ -316,7 +316,7 @@ def _loop_cost(spec: StepSpec) -> tuple[LoopCost | None, str]:
     # Inside `shard_map` the traced shapes are those of one rank already.
     num_shares = 1 if spec.asks_for_ranks else spec.num_ranks
     cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares)
-    if not strategy.keeps_weights_whole and spec.mesh.size > 1:
+    if not strategy.loops_gather_nothing and spec.mesh.size > 1:
         most = GATHERED_BLOCKS
         cost = dataclasses.replace(cost, most=most, loop_blocks=most)
     return cost, ""

@@ -477,8 +477,8 @@ class Separator:
             )
             return self._from_sums_of(set(alone), batch, sizes, ranks, dependence)
         if not dependence.loss.is_separable:
-            # The sums that replace the loss have no weight. Metrics weighed by that of the loss
-            # would lose it, so they are replaced as well.
+            # The sums that replace the loss have no weight. Metrics that have the weight of the
+            # loss would then have none, so they are replaced as well.
             names |= {
                 name
                 for name, output in dependence.metrics.items()

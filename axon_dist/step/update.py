@@ -196,7 +196,7 @@ def _update_if(
     """Returns the new state, with the old values unless the update applies.
 
     Random streams and keys advance, so that the next step draws other numbers. All other buffers go
-    back together: a total and its count, or a queue and its position, are of the same steps.
+    back together: a total and its count, or a queue and its position, must cover the same steps.
     """
 
     def select(path: Path, n: Array, o: Array) -> Array:

@@ -50,8 +50,8 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
 
     Python handles signals between two calls of C. So a compile ends first, and equal signals during
     one compile count as one. A wakeup descriptor would count them all, but forked workers would
-    write into it, too. A launcher often forwards a Ctrl-C that the terminal has already sent to
-    every process, so one press would count twice.
+    write into it, too. It would also count one press twice: a launcher often forwards a Ctrl-C that
+    the terminal has already sent to every process.
 
     After the first signal, any SIGHUP is ignored, even after the context: when a terminal closes,
     both the kernel and the shell send it, and a last save may still be running. A process that
