@@ -33,7 +33,7 @@ from rich.table import Table
 from axon_dist import World, build_train_step, ddp, pipelined
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.pipeline import MicrobatchData, StageProgram, Wire, with_merged_batch_dims
-from axon_dist.pipeline.stage import DividedBackward, StageOperands, pull_back
+from axon_dist.pipeline.stage import StageOperands, StagePasses, pull_back
 
 from .timing import alternate
 
@@ -236,7 +236,7 @@ def halves_of_a_backward_pass(rounds: int) -> tuple[float, float]:
     at = StageOperands(
         list(map(list, leaves)), {}, MicrobatchData([], []), jnp.int32(0), Wire([x], [])
     )
-    parts = DividedBackward.of(stage, at, [x])
+    parts = StagePasses.of(stage, at, [x])
     whole = jax.jit(lambda at, seed: pull_back(stage, at)[1](seed))
     input_half = jax.jit(lambda at, seed: parts.input_gradient(at, parts.forward(at)[1], seed))
     weight_half = jax.jit(parts.weight_gradient)

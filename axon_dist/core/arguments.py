@@ -304,7 +304,7 @@ def _has_end(value: Any) -> bool:
     """Whether a value has few enough items to look at each; `range(10**12)` has not."""
     try:
         return not hasattr(value, "__len__") or len(value) <= _MOST_ITEMS
-    except (TypeError, OverflowError):  # It has no length, or one of more than 63 bits.
+    except (TypeError, OverflowError):  # `len` refuses it, or finds more than 63 bits.
         return False
 
 

@@ -603,8 +603,8 @@ def as_place(
         text: a string, a path or an address.
         label: the key, option or argument that names it; starts the message.
         error: the error to raise.
-        any_name: whether a local path may have bytes that are not text. Orbax and reports of runs
-            cannot take them.
+        any_name: whether a local path may have bytes that are not text. By default it may not,
+            because Orbax and reports of runs cannot take them.
 
     Raises:
         AxonDistError: of type `error`, if the text is neither.
@@ -619,7 +619,7 @@ def as_place(
     if match is None:
         _check_bucket(text, label, error)
         path = as_path(text, label, error)
-        # Python keeps bytes that it cannot decode as these characters.
+        # Python keeps bytes that it cannot decode as lone surrogates.
         if not any_name and any("\udc80" <= letter <= "\udcff" for letter in str(path)):
             raise error(
                 f"{label}: got {str(text)!r:.80}, which is not in the encoding of this system's "

@@ -67,6 +67,7 @@ class DataPlan:
     @property
     def has_two_axes(self) -> bool:
         """Whether it splits over `fsdp` and replicates over `dp`."""
+        # Two nodes of two devices are the smallest machine where a strategy can.
         return any(len(sizes) > 1 for sizes in self.sizes(4, 2))
 
 

@@ -111,6 +111,7 @@ def suggest_plan(
 
     Raises:
         UnsupportedError: when the model cannot be traced without inputs being given.
+        ConfigError: when the model's `example_inputs` returns something else than a tuple.
 
     Example:
         >>> from axon_dist.nn import ParallelMLP
@@ -190,18 +191,17 @@ def _trace(
     return flow, nodes
 
 
-def _example_inputs(model: nnx.Module) -> tuple[PyTree, ...]:
+def _example_inputs(model: Any) -> tuple[PyTree, ...]:
     """Returns the inputs that a model states; none if it states none."""
     # Not through `__getattr__`: a bridged Linen module would run a method of this name.
-    method = getattr(type(model), "example_inputs", None)
-    if not callable(method):
+    if not callable(getattr(type(model), "example_inputs", None)):
         return ()
-    inputs = method(model)
+    inputs = model.example_inputs()
     if not isinstance(inputs, (tuple, list)):
         raise ConfigError(
             f"{type(model).__name__}.example_inputs returned a {type(inputs).__name__}; it must "
             "return a tuple of the positional arguments of a call, arrays or jax.ShapeDtypeStruct",
-            code="no-example-inputs",
+            code="bad-example-inputs",
         )
     return tuple(inputs)
 

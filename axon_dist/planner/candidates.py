@@ -303,8 +303,7 @@ class Candidate:
                 "replicas need a SlowReplicas, which says when they synchronize; one needs none",
                 code="replicas-need-sync",
             )
-        row = STRATEGIES.of_data().get(self.strategy)
-        if row is not None and row.has_two_axes and 1 in (self.dp, self.fsdp):
+        if known[self.strategy].has_two_axes and 1 in (self.dp, self.fsdp):
             raise ConfigError(
                 f"{self.strategy} got dp={self.dp} and fsdp={self.fsdp}; it splits over fsdp and "
                 "replicates over dp, so give each at least 2, or take a strategy over one, such as "

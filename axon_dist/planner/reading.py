@@ -87,7 +87,8 @@ def idle_share(
 
     Raises:
         ScheduleError: for sizes that the schedule does not support.
-        ConfigError: for an unknown schedule, or a negative number of `recomputed` passes.
+        ConfigError: for an unknown schedule, or `recomputed` passes that are negative or no whole
+            number.
 
     Example:
         >>> idle_share("gpipe", 4, 8) == 3 / 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple, Self
@@ -345,8 +344,7 @@ def min_microbatches(num_stages: int, target: float) -> int:
         27
     """
     check_positive(num_stages=num_stages)
-    is_number = FLOAT.holds(target) or isinstance(target, Decimal)
-    if not is_number or not 0 < target < 1:
+    if not FLOAT.holds(target) or not 0 < target < 1:
         raise ScheduleError(
             f"got an efficiency target of {target!r:.80}. It must lie between 0 and 1, both "
             "excluded: a pipeline of several stages always has a bubble; try 0.9."

@@ -110,6 +110,7 @@ def _balanced(costs: Sequence[float], num_layers: int, num_stages: int) -> Bound
             f"got the costs {costs!r:.200} for {num_layers} layers. Give a list with one cost "
             "per layer, each a finite number of at least 0."
         )
+    costs = [float(cost) for cost in costs]  # Squares of large integers fit no float.
     ends = [0, *accumulate(costs)]
     pace, _ = _cheapest_cut(ends, num_stages, price=lambda cost: cost, total=max)
 

@@ -127,9 +127,9 @@ def compiler_options(
         if strategy.layers and parallel is None:
             # Each transfer around a ring consists of several arrays.
             parallel = all(x.sends_around and x.splits_positions for x in strategy.layers)
-        keeps_whole = strategy.loops_gather_nothing
+        gathers_nothing = strategy.loops_gather_nothing
         sums = strategy.sends_only_sums
-        defaults = chip.options_for(world.size, keeps_whole, sums, parallel)
+        defaults = chip.options_for(world.size, gathers_nothing, sums, parallel)
     merged = {**defaults, **fixed, **given}
     options = {name: value for name, value in merged.items() if value is not None}
     of_chip = defaults.keys() - fixed.keys() - given.keys()

@@ -105,7 +105,7 @@ def _view(layout: StateLayout) -> str:
     if found:
         return "; ".join(sorted(found))
     return (
-        "known once the step has seen a batch; axon_dist.inspect.separation(step, batch) says it "
+        "known once the step has been traced; axon_dist.inspect.separation(step, batch) says it "
         "for one"
     )
 

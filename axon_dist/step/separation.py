@@ -5,7 +5,7 @@ Microbatches and ranks see parts of a batch. If the loss is a mean or a sum over
 is cut. If the loss couples the samples, for example by comparing each sample with every other,
 ranks must not compute it from their own samples. With one microbatch the step then runs in global
 view, or is refused if an option needs ranks that work on their own. With several microbatches it is
-refused. `separable=True` permits both: each rank computes the loss of its samples of each
+refused. `separable=True` lifts both refusals: each rank computes the loss of its samples of each
 microbatch, and all these losses are averaged. With `separable=False` all ranks compute each
 microbatch together, and the losses of the microbatches are averaged.
 

@@ -216,7 +216,7 @@ def build_train_step(
 
 
 _NOTEWORTHY = 2**20
-"""Warn when the arrays that no dim allows to split take at least this many bytes per device."""
+"""Warn when arrays without a dim that can be split take at least this many bytes per device."""
 
 
 def _warn_of_replicated(step: TrainStep) -> None:

@@ -193,7 +193,10 @@ class Stops:
 
 
 def _reason_of(wish: bool | str) -> str:
-    """Returns the reason of a `should_stop`, which must not be taken for one of the loop itself."""
+    """Returns the reason of a `should_stop`.
+
+    It must not be taken for the end of the last step, or for a signal: these are compared.
+    """
     if not isinstance(wish, str):
         return "should_stop"
     is_own = wish in (FINISHED, *INTERRUPTIONS)

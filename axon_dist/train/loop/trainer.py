@@ -122,7 +122,7 @@ class Trainer:
         on_counts: called before `save` and `copy` with numbers to save with the state, in place of
             the earlier ones: `skipped_steps` and `overflowed_steps`, the steps so far without an
             update; `window_steps`, the steps since the last record; and `window_sum/<metric>`, the
-            sums of their metrics, whose means are the next record.
+            sums of their metrics, which a resumed run continues for its next record.
         facts: maps the number of steps taken, and the number of steps that changed the parameters,
             to further numbers of a record, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
