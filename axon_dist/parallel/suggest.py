@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
