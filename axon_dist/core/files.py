@@ -622,7 +622,7 @@ def as_place(
         # Python keeps bytes that it cannot decode as lone surrogates.
         if not any_name and any("\udc80" <= letter <= "\udcff" for letter in str(path)):
             raise error(
-                f"{label}: got {str(text)!r:.80}, which is not in the encoding of this system's "
+                f"{label}: got {str(text)!r:.400}, which is not in the encoding of this system's "
                 f"file names, {sys.getfilesystemencoding()}; rename it",
                 code="path-encoding",
             )

@@ -306,8 +306,7 @@ class Candidate:
         if known[self.strategy].has_two_axes and 1 in (self.dp, self.fsdp):
             raise ConfigError(
                 f"{self.strategy} got dp={self.dp} and fsdp={self.fsdp}; it splits over fsdp and "
-                "replicates over dp, so give each at least 2, or take a strategy over one, such as "
-                "fsdp"
+                "replicates over dp, so give each at least 2, or take fsdp"
             )
 
     @property
