@@ -44,7 +44,7 @@ def interleaved_1f1b(num_devices: int, num_microbatches: int, chunks: int = 2) -
     """Builds interleaved 1F1B: device `d` holds the stages `d, d+P, d+2P, ...`.
 
     Each device works through its chunks in groups of `P` microbatches. The bubble is
-    `(P-1)(F+B)/V`. Device `d` keeps activations of at most `2(P-d-1) + (V-1)P + 1` chunks. Devices
+    `(P-1)(F+B)/V`. Device `d` keeps at most `2(P-d-1) + (V-1)P + 1` stage inputs. Devices
     send each other `V` times as much as in 1F1B. In the steady state, a forward and a backward
     share a tick, so that lockstep does not enlarge the bubble.
 
@@ -358,8 +358,8 @@ def _zero_bubble_table(
 def interleaved_zero_bubble(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     """Builds interleaved 1F1B whose weight gradients fill the bubble: ZB-H1 with several chunks.
 
-    Device `d` holds the stages `d, d+P, ...`. It runs `VP - d` chunks ahead, `P-1-d` fewer than
-    interleaved 1F1B, and delays each `W` by `d` chunks. So every device keeps `VP` chunks in total,
+    Device `d` holds the stages `d, d+P, ...`. It runs `VP - d` forwards ahead, `P-1-d` fewer than
+    interleaved 1F1B, and delays each `W` by `d` backwards. So every device keeps `VP` stage inputs,
     which is 1F1B's memory. The bubble is `((P-1)(F+I) - (min(P, VM)-1)W)/V`. For `M >= P` this is
     `(P-1)(F+I-W)/V`, ZB-H1's bubble divided by the number of chunks.
 

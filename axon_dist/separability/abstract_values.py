@@ -242,6 +242,7 @@ def either(left: Value, right: Value) -> Value:
         if (left.kind, left.slot) != (right.kind, right.slot):
             raise Coupling(Why.LOOPED)
         return left
+    # A value that holds for the sum of both also holds for each of them.
     return plus(left, right)
 
 

@@ -23,6 +23,8 @@ A weight is gathered by one of:
 - `pipeline_gradients` in `pipeline_view.py`, whose `shard_map` takes weights that are whole on the
   ranks of a stage, so that the compiler gathers them once per step.
 - `Int8Gather`, for frozen weights that are stored as int8, around one of the first two.
+- The fp8 product that reads it (`ops/fp8.py`), with `gather: fp8`: it calls one of the first two on
+  the rounded bytes.
 """
 
 from __future__ import annotations

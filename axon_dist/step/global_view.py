@@ -112,7 +112,8 @@ def global_gather(
 ) -> GlobalGather:
     """Returns the gather of a weight in global view.
 
-    It all-gathers the weight over the data axes, and reduce-scatters its gradient.
+    It all-gathers the weight over the axes whose ranks have different data, except the ungathered
+    ones, and reduce-scatters its gradient.
 
     Args:
         spec: the resolved arguments of the step.

@@ -4,8 +4,8 @@ Some reductions cannot be expressed in global view: one reduction for all microb
 
 A model that keeps its layers in a list has one array per layer, but the loop over layers wants them
 stacked. If the loop over microbatches carried the list, weights and sums would be in memory both as
-a list and as a stack. So it carries stacks. Its body takes the rows for the model, and the compiler
-cancels this with the stacking in the loop over layers.
+a list and as a stack. So it carries stacks. Its body slices them into the model's arrays, the loop
+over layers stacks these again, and the compiler removes the pair.
 """
 
 from __future__ import annotations
@@ -244,9 +244,9 @@ class RankProgram:
             whole_frozen = self._unsharded(
                 frozen, self.frozen_specs, self.spec.model_spec.stored_frozen
             )
-            # Averaging statistics over ranks also averages the gradients through them over ranks.
-            # Gradients that are averaged must share one scale, so all ranks divide their loss by
-            # one common weight, the mean of theirs.
+            # The backward pass of statistics that are averaged over ranks mixes the gradients of
+            # all ranks. These must have one scale, so all ranks divide their loss by one common
+            # weight, the mean of theirs.
             shares_statistics = reduction.sync_buffers and has_statistics(
                 self.spec.model_spec.abstract
             )

@@ -461,7 +461,7 @@ class Separator:
     def _from_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, dependence: LossDependence
     ) -> Separation | None:
-        """Returns how to compute outputs that do not add up from sums that do, or None."""
+        """Returns how to compute outputs that are functions of sums from these sums, or None."""
         if dependence.failure:
             return None
         names = {name for name, output in dependence.metrics.items() if not output.is_separable}
