@@ -380,7 +380,7 @@ def _expert(
     momentum=ArgumentKind("a number in [0, 1)", lambda x: NUMBER.holds(x) and 0 <= x < 1),
 )
 def _diloco(
-    model: Any,  # A module or a factory: `@checked` would hold an annotation of either to it.
+    model: Any,  # A module or a factory; `@checked` would enforce an annotation of one of them.
     world: World,
     every: int,
     lr: float = 0.7,

@@ -211,8 +211,8 @@ def alternating_order(
         order.append(backward if delay is None else backward._replace(phase=Phase.I))
         if delay is not None:
             waiting.append(backward._replace(phase=Phase.W))
-            # With few microbatches the cool-down has no bubble to fill, so W does not wait until
-            # then.
+            # If fewer than `delay` backwards come before the cool-down, W starts with the
+            # cool-down: to wait longer would fill no bubble.
             if number >= min(delay, len(forwards) - warmup):
                 order.append(waiting.popleft())
         order += forwards[warmup + number : warmup + number + 1]

@@ -110,7 +110,8 @@ class Value:
         outer: for ROWS, how many times the sequence of all samples is repeated along the dim, such
             as 3 after (3, B) was reshaped to (3 * B,).
         positions: for ROWS, a flag for each column of the last dim: whether it holds the sample's
-            position in the batch. `(True,)`: the whole value does. Empty: no column does.
+            position in the batch; or the single flag `(True,)` if the whole value does. Empty if no
+            column does.
         repeats: for ROWS, whether all samples have the same rows, such as those of a constant that
             is broadcast over the samples. Its sum over the samples is again a constant.
         divisor: for RATIO, the `value_number` of the divisor.

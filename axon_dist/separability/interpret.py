@@ -305,7 +305,7 @@ class Walk:
         params = str(
             [sorted(params.items(), key=str) for params in (op.part_params, op.whole_params)]
         )
-        # Arrays of other shapes with the same elements in the same order have equal numbers.
+        # The shapes are in the key, because a reshape keeps the number of its operand.
         key = (op.name, params, op.inputs, *(value.value_number for value in operands))
         return [self._with_number(value, (*key, i)) for i, value in enumerate(results)]
 

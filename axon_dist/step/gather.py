@@ -175,7 +175,7 @@ class Int8Gather:
     Args:
         gather: gathers a frozen weight of its shape; None if the weight is whole.
         form: how it is stored.
-        dtype: the dtype it is used in; None is its own.
+        dtype: the dtype it is used in; None is that which the model gave the weight.
     """
 
     gather: GlobalGather | LocalGather | None
@@ -237,7 +237,7 @@ class ReduceAccumulated:
     def __call__(self, bundle: Accumulated) -> Array:
         """Returns the weight. Call it once per weight, or the sums would count more than once."""
         spec = row_spec(self.spec, self.ndim, bundle.weight)
-        # Read outside the rule: a rule that closes over a tracer is a new function for each weight.
+        # Read outside the rule, so that the rule closes over no tracer.
         dtype = bundle.slot.dtype
 
         def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:

@@ -69,9 +69,9 @@ class Traced:
 class Traces:
     """Traces the programs of a loss, one per number of samples, and keeps them.
 
-    With `over_all`, statistics of BatchNorm are averaged over all parts, and experts count the
-    tokens of all parts. A step averages over ranks only: each microbatch has statistics of its own,
-    of which the step warns.
+    With `over_all`, the traced program averages statistics of BatchNorm over all parts, so that
+    they do not count as a coupling of samples, and experts count the tokens of all parts. A step
+    averages over ranks only: each microbatch has statistics of its own, of which the step warns.
 
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.
@@ -144,8 +144,7 @@ class Traces:
 
         axes = ((RANKS, 2),) if self._over_all else ()
         # With the axis, tracing is outside of meshes: no mesh has this axis. Without it, tracing
-        # keeps the mesh of the step: JAX runs an equation only under the mesh that it was traced
-        # under, and the step runs the equations of an `Ending`.
+        # keeps the mesh of the step, under which the step may run the equations of an `Ending`.
         with outside_meshes() if self._over_all else nullcontext():
             program = jax.make_jaxpr(run, axis_env=axes)(*self._model_spec.arguments, batch)
         return Traced(program, **details, axes=axes)

@@ -879,7 +879,7 @@ class TrainStep:
         self._check(state)
         state = averaged(state) if ema else state
         if self.storage.stage_storage is not None or self.state_layout.padding is not None:
-            # Rows are cut out of stacks, which needs device memory. With padding, the jitted
+            # Rows must be in device memory before they are cut out of stacks. With padding,
             # `jitted_values` moves the state itself.
             state = state if self.state_layout.padding else self.on_device(state)
             return self.model_spec.merge(*self.state_layout.jitted_values(state))

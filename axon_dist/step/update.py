@@ -339,7 +339,7 @@ def one_step(
     norm_of = functools.partial(whole_norm, plan.spec) if options.is_elastic else optax.tree.norm
     needs_norm = "norm" in plan.state_plan.update.traced.extra_args
     clipped, measured = clip(grads, options, norm_of, needs_norm)
-    # Read before the optimizer runs, so that the gradients need no memory after it.
+    # Not computed from the optimizer's results, so that the gradients can be freed before these.
     is_guarded = options.scaler is not None or options.nonfinite is not None
     finite = _are_finite(grads, measured, options) if is_guarded else None
     extra_args = {"value": metrics["loss"]}

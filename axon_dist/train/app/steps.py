@@ -168,7 +168,7 @@ def build_step(
         **what_is_trained(config),
         ema=config.train.ema,
         compiler_options={**config.compiler_options, **(compiler_options or {})},
-        # Only a pipeline needs a batch here. Without one the loss is not traced before
+        # Only a pipeline needs a batch here. If none is given, the loss is not traced before
         # `_check_batch`, so that its error, which names the key of the config, comes first.
         # `separation` then checks the loss as `batch` would.
         batch=_example(config, strategy, world),

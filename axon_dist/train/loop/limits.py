@@ -210,12 +210,12 @@ class LoopOptions:
     Args:
         num_steps: the step to stop at, counted from the beginning of the run, not of this call.
         log_every: the number of steps that are averaged into one record.
-        eval_every: steps between validations; 0 validates only at the end. A value above 0 needs
-            the trainer's `validation`.
-        save_every: steps between saves; 0 saves only at the end. A value above 0 needs the
-            trainer's `save`.
-        copy_every: steps between copies; 0 copies only when a run ends early, but not after a
-            nonfinite step. A value above 0 needs the trainer's `copy`.
+        eval_every: steps between validations; with 0 the only validation is at the end. A value
+            above 0 needs the trainer's `validation`.
+        save_every: steps between saves; with 0 the only save is at the end. A value above 0 needs
+            the trainer's `save`.
+        copy_every: steps between copies; with 0 a copy is made only if the run ends early, but not
+            after a nonfinite step. A value above 0 needs the trainer's `copy`.
         items_per_step: items in a global batch; None does not report throughput.
         item: the kind of items; utilization needs tokens.
         peak_flops: peak FLOP/s of one device, to compute utilization; None does not report it.

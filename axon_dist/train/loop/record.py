@@ -642,7 +642,7 @@ EARLY = "early stopping"
 def reason_to_end(
     options: LoopOptions, step: int, history: Iterable[Mapping[str, Any]]
 ) -> str | None:
-    """Returns why a resumed run has nothing left to do; None if it has.
+    """Returns why a resumed run has nothing left to do; None if a step or validation is left.
 
     A run whose last validation was aborted has that validation left.
 
