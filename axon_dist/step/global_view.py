@@ -50,8 +50,8 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         read_in_loop = read_in_loops(
             jaxpr, [p for p, _ in leaves_with_paths(spec.model_spec.weights)]
         )
-    first = functools.partial(change_layers, spec.strategy, spec.world.mesh)
-    forward = global_forward(plan, first, gathers_once, read_in_loop)
+    before = functools.partial(change_layers, spec.strategy, spec.world.mesh)
+    forward = global_forward(plan, before, gathers_once, read_in_loop)
     if frozen:
         forward = with_frozen(forward, frozen)
     if gathers_once:
@@ -79,7 +79,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
 
 def global_forward(
     plan: StepPlan,
-    first: ModelChange,
+    before: ModelChange,
     is_whole: bool = False,
     read_in_loop: frozenset[Path] = frozenset(),
 ) -> Forward:
@@ -87,7 +87,7 @@ def global_forward(
 
     Args:
         plan: the plan of the step.
-        first: a change to the merged model that is made before those of the plan.
+        before: a change to the merged model that is made before those of the plan.
         is_whole: whether trained weights are whole already, and only their gradients are
             reduced.
         read_in_loop: the weights that a loop reads in every iteration.
@@ -97,7 +97,7 @@ def global_forward(
     """
     spec = plan.spec
     gather = functools.partial(global_gather, spec, is_whole=is_whole, read_in_loop=read_in_loop)
-    change = plan.changes.change_with(gather if spec.strategy.splits else None, first)
+    change = plan.changes.change_with(gather if spec.strategy.splits else None, before)
     forward = forward_of(spec.model_spec, spec.loss_fn, change)
     return plan.changes.with_layer_scan(
         rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)

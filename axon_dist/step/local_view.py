@@ -228,10 +228,10 @@ class RankProgram:
         reduction = self.spec.reduction
         count = self.spec.num_microbatches
         local = rank_buffers(buffers, reduction)
-        first = local
+        initial = local
         if count == 1 and self.part_buffers is not None:
             # With several microbatches, `accumulate` does this before each.
-            first = self.part_buffers.before(local, local, 0)
+            initial = self.part_buffers.before(local, local, 0)
         accumulated = functools.partial(
             accumulate, num_microbatches=count, part_buffers=self.part_buffers
         )
@@ -257,12 +257,12 @@ class RankProgram:
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             if reduction.per == "microbatch" or count == 1:
-                sums, changed = accumulated(sums_of, gathered, first, batch)
+                sums, changed = accumulated(sums_of, gathered, initial, batch)
             else:
                 last = (
                     self._last(forward, whole_frozen) if self._reduces_in_backward(scale) else None
                 )
-                sums, changed = self._unreduced_sums(sums_of, gathered, first, batch, last)
+                sums, changed = self._unreduced_sums(sums_of, gathered, initial, batch, last)
             if reduction.per == "step" and not self._reduces_in_backward(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
@@ -271,7 +271,7 @@ class RankProgram:
             gather = functools.partial(local_gather, self.spec)
             forward = with_frozen(self._with_scans(self._unscanned(gather)), frozen)
             sums_of = gradient_sums(forward, num_parts, scale, mean_over_ranks)
-            sums, changed = accumulated(sums_of, params, first, batch)
+            sums, changed = accumulated(sums_of, params, initial, batch)
         if self.part_buffers is not None:
             changed = self.part_buffers.over_ranks(changed, local)
         # Sum totals and weights. A mean of means would overweight ranks with few real samples.
@@ -412,12 +412,12 @@ class RankProgram:
         """Returns the forward pass with its units marked, before they become a scan."""
         spec = self.spec
 
-        def first(model: nnx.Module) -> None:
+        def before(model: nnx.Module) -> None:
             change_layers(spec.strategy, spec.world.mesh, model)
             if spec.reduction.sync_buffers:
                 synchronise_statistics(model, self.axes)
 
-        change = self.plan.changes.change_with(make_gather, first, **gathering)
+        change = self.plan.changes.change_with(make_gather, before, **gathering)
         return forward_of(spec.model_spec, spec.loss_fn, change)
 
     def _reduced(self, sums_of: SumsFn) -> SumsFn:

@@ -84,7 +84,7 @@ class ModelChanges:
     def change_with(
         self,
         make_gather: MakeGather | None,
-        first: ModelChange | None = None,
+        before: ModelChange | None = None,
         remat: RematPolicy | None = None,
         bundle: Bundle = lambda _, weight: weight,
         by_units: Callable[[Path], bool] = lambda _: True,
@@ -94,7 +94,7 @@ class ModelChanges:
         Args:
             make_gather: gives the gather of each weight, which runs within its unit; None if all
                 weights are whole already.
-            first: a further change, made before the others.
+            before: a further change, made before the others.
             remat: which residuals each unit saves; None if the scan over units decides.
             bundle: wraps a weight together with what its gather also needs.
             by_units: whether a weight may be gathered within its unit; otherwise it is gathered
@@ -105,8 +105,8 @@ class ModelChanges:
         """
 
         def apply_changes(model: nnx.Module) -> None:
-            if first is not None:
-                first(model)
+            if before is not None:
+                before(model)
             shapes = self.model_spec.shapes
             variables = {
                 "/".join(map(str, keys)): variable

@@ -314,7 +314,7 @@ def _loop_cost(spec: StepSpec) -> tuple[LoopCost | None, str]:
         # Loops were not measured against unrolled blocks that send around rings or to experts.
         return None, f"the cost of a loop under {strategy.name} is not known"
     # Inside `shard_map` the traced shapes are those of one rank already.
-    num_shares = 1 if spec.asks_for_ranks else spec.num_ranks
+    num_shares = 1 if spec.wants_local_view else spec.num_ranks
     cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares)
     if not strategy.loops_gather_nothing and spec.mesh.size > 1:
         most = GATHERED_BLOCKS

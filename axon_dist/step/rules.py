@@ -23,7 +23,7 @@ from ..sharding import Policy, spec_axes
 from .evaluation import check_eval_kwargs
 from .plan import StepPlan, plan_step, units_of_step
 from .replicas import Outer
-from .separation import wants_ranks
+from .separation import rank_requirements
 from .spec import StepSpec
 from .statistics import statistics_outside_batch_norm, warn_of_statistics
 
@@ -48,7 +48,7 @@ def _ungathered(spec: StepSpec) -> Found:
     if strategy.pipeline is not None:
         return None
     without_experts = dataclasses.replace(strategy, ungathered_axes=())
-    is_local, asked = wants_ranks(dataclasses.replace(spec, strategy=without_experts))
+    is_local, asked = rank_requirements(dataclasses.replace(spec, strategy=without_experts))
     if not is_local:
         return None
     per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
@@ -58,7 +58,7 @@ def _ungathered(spec: StepSpec) -> Found:
 def _statistics(spec: StepSpec) -> Found:
     if not spec.reduction.sync_buffers:
         return None
-    _, asked = wants_ranks(spec)
+    _, asked = rank_requirements(spec)
     if spec.options.separable:
         asked = [*asked, "separable=True"]
     statistics = statistics_outside_batch_norm(spec.model_spec.abstract)
@@ -253,7 +253,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "{path} holds batch statistics outside nnx.BatchNorm (a bridged Linen BatchNorm's, for "
         "example), which cannot be averaged over the ranks from outside, as {asked} would need. "
         "Use nnx.BatchNorm, or leave that out",
-        lambda spec: _statistics(spec) if spec.asks_for_ranks else None,
+        lambda spec: _statistics(spec) if spec.wants_local_view else None,
         code="statistics-not-averaged",
     ),
 )
@@ -314,7 +314,7 @@ def _no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
         return "the parameters are gathered once a step, all of them in the dtype of the compute"
     if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
         return "no kernel of a layer in fp8 is split over ranks that have other samples"
-    if spec.asks_for_ranks:
+    if spec.wants_local_view:
         reduction = spec.reduction
         return (
             f"ranks gather explicitly, to reduce gradients per {reduction.per} in {reduction.dtype}"

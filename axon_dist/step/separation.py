@@ -276,7 +276,7 @@ class Separator:
 
     def _separate(self, batch: Batch, samples: int) -> Separation:
         """Finds out how the loss is computed; `samples` is the number per microbatch."""
-        per_rank, asked = wants_ranks(self._spec)
+        per_rank, asked = rank_requirements(self._spec)
         ranks = self._spec.num_ranks if per_rank else 1
         if self._num_microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
@@ -838,7 +838,7 @@ class Separator:
         )
 
 
-def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
+def rank_requirements(spec: StepSpec) -> tuple[bool, list[str]]:
     """Returns whether gradients are to be computed per rank, and the options that require it.
 
     Args:
@@ -850,7 +850,7 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
     """
     if spec.strategy.pipeline is not None:
         return True, [f"a pipeline with {'×'.join(spec.strategy.batch_axes)}"]
-    if not spec.asks_for_ranks:
+    if not spec.wants_local_view:
         return False, []
     if spec.options.is_elastic:
         return True, ['deterministic="elastic"']

@@ -99,12 +99,12 @@ class StepSpec:
         return self.model_spec.dtype if precision is None else precision.compute
 
     @property
-    def asks_for_ranks(self) -> bool:
+    def wants_local_view(self) -> bool:
         """Whether the reduction or `deterministic="elastic"` asks for gradients per rank.
 
         `local_view.py` then computes them in `shard_map`. A loss that couples samples runs in
-        global view all the same, or is refused where an option needs ranks (`wants_ranks`). False
-        for pipelines, whose view has ranks of its own.
+        global view all the same, or is refused where an option needs ranks (`rank_requirements`).
+        False for pipelines, whose view has ranks of its own.
         """
         strategy = self.strategy
         # Without batch axes there is nothing to sum per rank. Parameters that are never gathered,

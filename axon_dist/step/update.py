@@ -234,7 +234,7 @@ def mean_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientResu
     elif spec.options.is_elastic:
         view = elastic_gradients
     else:
-        is_local = separation.is_per_rank and spec.asks_for_ranks
+        is_local = separation.is_per_rank and spec.wants_local_view
         view = local_gradients if is_local else global_gradients
     if separation.loss_fn is not spec.loss_fn:
         plan = plan.with_loss(separation.loss_fn)
