@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.docinfo import DocInfo
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
@@ -160,6 +161,7 @@ def _parse(text: str, what: str) -> Any:
 def _parsed(text: str, what: str) -> object:
     try:
         reader = YAML(typ="safe", pure=True)
+        reader.doc_infos.append(DocInfo())  # Where ruamel writes a `%YAML` directive.
         reader.Composer = _BoundedComposer
         constructor, _ = reader.get_constructor_parser(io.StringIO(text))
         root = constructor.composer.get_single_node()

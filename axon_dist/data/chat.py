@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from ..core.errors import MALFORMED, ConfigError, did_you_mean, require, reworded
-from ..core.files import read_text
+from ..core.files import as_path, read_text
 from ..core.typing import JsonDict
 
 LEARNED = "assistant"
@@ -684,7 +684,7 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
     if template is not None and template in TEMPLATES:
         return TEMPLATES[template]
     if template is not None:
-        path = Path(template).expanduser()
+        path = as_path(template, "data.template")
         parsed = _template_in(path) if path.is_file() else None
         if parsed is None:
             why = "has no chat_template" if path.is_file() else "is neither a template nor a file"
@@ -694,7 +694,7 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
             )
         return parsed
     for name in _TEMPLATE_FILES if tokenizer is not None else ():
-        path = Path(tokenizer or "").expanduser().parent / name
+        path = as_path(tokenizer, "data.tokenizer").parent / name
         if path.is_file() and (parsed := _template_in(path)) is not None:
             return parsed
     return TEMPLATES["plain"]

@@ -175,7 +175,8 @@ class ImageFolder(ImageSource):
     def read(self, files: Sequence[TextFile], shape: Shape, num_classes: int) -> ImageSet:
         """Lists the images; opens none of them."""
         _check_decodes(shape)
-        known = sorted({p.name for f in self.find(self.files) for p in _folders_in(f.path)})
+        trained = {file.path for file in self.find(self.files)}
+        known = sorted({folder.name for path in trained for folder in _folders_in(path)})
         rows: list[tuple[bytes, int, int]] = []
         for file in files:
             for folder in _folders_in(file.path):
@@ -184,8 +185,16 @@ class ImageFolder(ImageSource):
                         f"{folder} is not a class of data.files; remove or rename it",
                         code="unknown-image-class",
                     )
+                images = _images_in(folder)
+                if not images and file.path in trained:
+                    # As torchvision does: it would shift the numbers of the classes after it.
+                    raise ConfigError(
+                        f"{folder} has no images, so it is no class of data.files; remove it, or "
+                        "add its images",
+                        code="image-class-without-images",
+                    )
                 label = known.index(folder.name)
-                rows += [(os.fsencode(p), size, label) for p, size in _images_in(folder)]
+                rows += [(os.fsencode(p), size, label) for p, size in images]
         if not rows:
             raise ConfigError(
                 f"data.files: {', '.join(str(f.path) for f in files)} has no folders with images; "
@@ -208,8 +217,10 @@ class ImageFolder(ImageSource):
 
 
 def _folders_in(folder: Path) -> list[Path]:
+    """Returns the folders in a folder, without hidden ones such as `.ipynb_checkpoints`."""
     with reworded(f"{folder} cannot be read", "correct it"):
-        return [path for path in folder.iterdir() if kind_at(path) == "a folder"]
+        visible = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        return [path for path in visible if kind_at(path) == "a folder"]
 
 
 def _images_in(folder: Path) -> list[tuple[str, int]]:

@@ -88,7 +88,8 @@ def find_files(patterns: Sequence[str], kind: str = "a file") -> tuple[TextFile,
     """
     files: dict[Path, TextFile] = {}
     for pattern in patterns:
-        for file in _match(pattern, kind):
+        # Of several links to a file the first name counts, whatever the order of the folder.
+        for file in sorted(_match(pattern, kind)):
             files.setdefault(file.path.resolve(), file)
     return tuple(sorted(files.values()))
 

@@ -41,6 +41,7 @@ from ..core.files import (
     NO_FILE,
     NO_LOCKS,
     TEMPORARY,
+    as_path,
     json_section,
     open_regular,
     read_bytes,
@@ -327,11 +328,20 @@ def _sample_of(paths: Sequence[Path]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A file, the digest of its contents, and the parts to read it in."""
+    """A file, the digest of its contents, its stamp at that time, and the parts to read it in."""
 
     path: Path
     digest: str
+    stamp: list[int]
     spans: list[Span]
+
+    def check(self) -> None:
+        """Raises `ConfigError` if the file has changed since its digest was computed."""
+        if _stamp(self.path) != self.stamp:
+            raise ConfigError(
+                f"{self.path} changed while it was read; start again when it is complete",
+                code="file-changed-while-read",
+            )
 
 
 Scan = Callable[[Path, Callable[[bytes], None]], list[Span]]
@@ -348,7 +358,7 @@ class TokenCache:
 
     def __init__(self, files: Sequence[TextFile], wanted: str | None = None):
         default = files[0].path.parent / _FOLDER
-        self.path: Path = default if wanted is None else Path(wanted).expanduser()
+        self.path: Path = default if wanted is None else as_path(wanted, "data.cache")
         self.note: str = ""
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         try:
@@ -391,14 +401,11 @@ class TokenCache:
                 changed = True
                 digest = hashlib.blake2b(digest_size=16)
                 spans = scan(file.path, digest.update)
-                if _stamp(file.path) != stamp:
-                    raise ConfigError(
-                        f"{file.path} changed while it was read; start again when it is complete",
-                        code="file-changed-while-read",
-                    )
+                Indexed(file.path, "", stamp, []).check()
                 row = (stamp, now, digest.hexdigest(), spans)
                 known[str(file.path)] = row
-            indexed.append(Indexed(file.path, row[2], [(a, b, c, d) for a, b, c, d in row[3]]))
+            spans = [(a, b, c, d) for a, b, c, d in row[3]]
+            indexed.append(Indexed(file.path, row[2], row[0], spans))
         if changed:
             text = json.dumps(known)
             with _written(index_path) as file:
@@ -424,6 +431,12 @@ class TokenCache:
         paths = [self.path / f"{name}.tokens" for name in names]
         most = _sample_of(paths)
         todo = [number for number, path in enumerate(paths) if not _is_complete(path, most)]
+
+        def documents(file: Indexed, span: Span) -> Iterator[Document]:
+            yield from make(file.path, span)
+            # Before the tokens are stored under the digest of the file as it was.
+            file.check()
+
         # Each process begins with a different part, so that processes rarely compete for one.
         first = os.getpid() % max(1, len(todo))
         todo = todo[first:] + todo[:first]
@@ -438,10 +451,10 @@ class TokenCache:
                     elif _is_complete(path, most):
                         continue
                     elif claim is _Claim.OURS:
-                        _Part.write(path, make(file.path, span))
+                        _Part.write(path, documents(file, span))
                     else:
                         self._note_no_locks()
-                        _write_unless_complete(path, most, make(file.path, span))
+                        _write_unless_complete(path, most, documents(file, span))
             if len(rest) == len(todo):
                 time.sleep(_WAIT)
             todo = [number for number in rest if not _is_complete(paths[number], most)]

@@ -98,6 +98,17 @@ def test_every_image_of_a_folder_is_on_one_side_with_its_class(tmp_path):
     assert sorted(sides[0] + sides[1]) == [(10 * c + i, c) for c in range(3) for i in range(6)]
 
 
+def test_a_hidden_folder_is_no_class_and_an_empty_one_is_refused(tmp_path):
+    root = folders(tmp_path)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    labels = [label for _, label in pixels(load_images(folder(root), 3, 3).train)]
+    assert sorted(set(labels)) == [0, 1, 2]
+    (tmp_path / "aardvark").mkdir()
+    with pytest.raises(ConfigError, match=r"aardvark has no images, so it is no class") as refused:
+        load_images(folder(root), 4, 3)
+    assert refused.value.code == "image-class-without-images"
+
+
 def test_classes_of_the_validation_have_the_numbers_of_training(tmp_path):
     root = folders(tmp_path / "train")
     held = folders(tmp_path / "val", 2, ["cat"])

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from axon_dist.core.errors import ConfigError, StoreError
 from axon_dist.core.files import as_place, snapshot
 from axon_dist.data import TextFile, files, find_files, split_files, standard_library_files
+from axon_dist.data.store import TokenCache
 
 NAMES = st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=20)
 
@@ -216,3 +218,47 @@ def test_an_object_that_is_removed_after_it_was_listed_ends_the_copy(
     monkeypatch.setattr(type(store), "fault", fault_that_ends_the_test)
     with pytest.raises(StoreError, match=r"texts/a.txt does not exist, or was removed while"):
         (folder / "a.txt").fetched() if fetch == "alone" else snapshot(folder, lambda name: True)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_of_several_links_to_a_file_the_first_name_counts(order, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "blob").write_text("text")
+    for number in range(3):
+        (tmp_path / "data" / f"part{number}.txt").symlink_to(tmp_path / "blob")
+    found = [str(tmp_path / "data" / f"part{number}.txt") for number in order]
+    monkeypatch.setattr("glob.glob", lambda pattern, recursive: found)
+    assert [file.name for file in find_files([f"{tmp_path}/data/*.txt"])] == ["part0.txt"]
+
+
+def test_tokens_of_a_file_that_was_replaced_are_not_stored_for_the_old_one(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("aaaa")
+    file = TextFile("a.txt", path)
+    cache = TokenCache([file])
+
+    def scan(path, digest):
+        digest(path.read_bytes())
+        return [(0, 4, 1, 4)]
+
+    def make(path, span):
+        yield np.frombuffer(path.read_bytes(), np.uint8), None
+
+    def replaced(path, span):
+        other = path.with_name("other")
+        other.write_text("bbbb")
+        other.replace(path)
+        return make(path, span)
+
+    indexed = cache.index([file], scan, "text")
+    with pytest.raises(ConfigError, match=r"a.txt changed while it was read") as refused:
+        cache.tokens(indexed, ["bytes"], replaced)
+    assert refused.value.code == "file-changed-while-read"
+    assert not list(cache.path.glob("*.tokens"))
+
+
+def test_an_unknown_home_in_the_folder_of_the_cache(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"data.cache: got '~nobody-here/x', and there is no user"
+    ):
+        TokenCache([TextFile("a", tmp_path / "a")], "~nobody-here/x")

@@ -296,7 +296,8 @@ class RunDirectory:
                 f"dropped; the first is line {broken[0]}"
             )
         kept = b"".join(lines)
-        if kept != contents:
+        # A hard link is replaced by a file of its own, because a run does not add to one.
+        if kept != contents or _is_hard_link(self.metrics):
             try:
                 self._replace(self.metrics, kept.decode(errors="replace"))
             except OSError as error:
@@ -347,7 +348,7 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
         ConfigError: when the folder already contains a run, or cannot be made.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    newest = _newest_run(config.name) if resume == AUTO else None
+    newest = _newest_run(config) if resume == AUTO else None
     place = as_place(config.run_dir or newest or f"runs/{config.name}-{stamp}", "run_dir")
     if isinstance(place, Address):
         if resume is None and _has_run(place):
@@ -501,9 +502,16 @@ def check_writable(folder: Path) -> None:
         pass
 
 
-def _newest_run(name: str) -> Path | None:
-    pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
-    runs = (folder.parent for folder in Path("runs").glob("*/checkpoints"))
+def _is_hard_link(path: Path) -> bool:
+    """Whether a file has several names, as in a copy made by `cp -al`."""
+    return path.is_file() and path.stat().st_nlink > 1
+
+
+def _newest_run(config: RunConfig) -> Path | None:
+    pattern = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}")
+    # A run whose checkpoints are elsewhere has its config alone.
+    sign = "checkpoints" if config.checkpoint.dir is None else "config.yaml"
+    runs = (path.parent for path in Path("runs").glob(f"*/{sign}"))
     return max((run for run in runs if pattern.fullmatch(run.name)), default=None)
 
 

@@ -587,7 +587,8 @@ class ProgramStore:
         try:
             with open(open_regular(file), "rb") as opened:
                 contents = opened.read()
-                os.utime(opened.fileno())
+                with contextlib.suppress(OSError):  # The file system may be read-only.
+                    os.utime(opened.fileno())
         except OSError:
             # There is no such file, or it cannot be read; JAX compiles the program.
             return None

@@ -7,6 +7,8 @@ import pytest
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_place, make_folder, open_regular, replace_text, replacing
+from axon_dist.train.app.directory import RunDirectory, _newest_run
+from axon_dist.train.config import RunConfig
 from axon_dist.train.loop import JsonlWriter
 from axon_dist.train.loop.writers import TolerantWriter
 from benchmarks.disk_errors import measure_errors
@@ -125,3 +127,28 @@ def test_a_run_in_a_folder_that_is_not_in_the_encoding_of_file_names_is_refused(
     with pytest.raises(ConfigError, match=r"run_dir: got '.*caf\\udce9', which is not in the enc"):
         as_place(odd, "run_dir")
     assert as_place(odd, "data.files", any_name=True).name == "caf\udce9"
+
+
+def test_metrics_that_are_a_hard_link_become_a_file_of_the_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    os.link(tmp_path / "metrics.jsonl", tmp_path / "run" / "metrics.jsonl")
+    directory = RunDirectory(tmp_path / "run")
+    directory.take_metrics(1, lambda text: None)
+    writer = JsonlWriter(directory.metrics)
+    writer.write(2, {})
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert len(directory.metrics.read_text().splitlines()) == 2
+
+
+def test_the_newest_run_of_a_config_with_checkpoints_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny-20260101-000000", "tiny-20260102-000000"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("name: tiny\n")
+    (tmp_path / "runs" / "tiny-20260101-000000" / "checkpoints").mkdir()
+    data = {"name": "tiny", "run_dir": None}
+    assert _newest_run(RunConfig.from_dict(data)).name == "tiny-20260101-000000"
+    elsewhere = RunConfig.from_dict(data | {"checkpoint": {"dir": "kept"}})
+    assert _newest_run(elsewhere).name == "tiny-20260102-000000"

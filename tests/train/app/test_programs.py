@@ -1,3 +1,4 @@
+import errno
 import os
 
 import jax
@@ -169,3 +170,14 @@ def test_the_programs_that_were_not_used_for_longest_go(tmp_path):
     store.get("c")
     ProgramStore(folder, most_bytes=1500)
     assert [file.name for file in folder.iterdir()] == ["c-program"]
+
+
+def test_a_program_is_read_from_a_file_system_that_is_read_only(tmp_path, monkeypatch):
+    store = ProgramStore(tmp_path / "axon_dist" / "host")
+    store.put("key", b"program")
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert store.get("key") == b"program"

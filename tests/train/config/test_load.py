@@ -123,3 +123,9 @@ def test_written_values_are_read_back(value):
 @given(values(st.characters()))
 def test_written_values_of_all_characters_are_read_back(value):
     assert is_read_back(value)
+
+
+def test_a_directive_of_the_version_of_yaml_is_read(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("%YAML 1.2\n---\nname: on\n")
+    assert read_yaml(path) == {"name": "on"}
