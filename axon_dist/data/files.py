@@ -305,13 +305,23 @@ def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) ->
     Raises:
         ConfigError: when a file is on both sides; the message names one.
     """
-    shared = {file.path.resolve() for file in train} & {file.path.resolve() for file in validation}
+    held = {_identity(file.path) for file in validation}
+    shared = [file.path for file in train if _identity(file.path) in held]
     if shared:
         raise ConfigError(
             f"{len(shared)} files are in data.files and in data.validation_files, for example "
             f"{min(shared)}: validation data must not be trained on; remove the files from one.",
             code="files-in-both-sets",
         )
+
+
+def _identity(path: Path) -> object:
+    """Returns what all links to a file share, symbolic ones and hard ones."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path.resolve()
+    return status.st_dev, status.st_ino
 
 
 def small_training_share_note(train: float, validation: float, what: str) -> str:

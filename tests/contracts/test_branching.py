@@ -329,7 +329,7 @@ def test_a_rank_keeps_what_it_alone_calls(model, schedule, num_own, num_shared):
     ("model", "message"),
     [
         ("reversed", r"'inner/0', a block of stage 0, after blocks of stage 1.*batch=\.\.\."),
-        ("tied", r"'blocks/0', a block of stage 0.*stores a block on every rank that calls it"),
+        ("tied", r"'blocks/0', a block of stage 0.*stores on all ranks a block that several"),
         ("penalty", r"'blocks/\d', a block of stage 0.*batch=\.\.\."),
         ("refined", r"'blocks/0', a block of stage 0.*batch=\.\.\."),
     ],

@@ -262,3 +262,12 @@ def test_an_unknown_home_in_the_folder_of_the_cache(tmp_path):
         ConfigError, match=r"data.cache: got '~nobody-here/x', and there is no user"
     ):
         TokenCache([TextFile("a", tmp_path / "a")], "~nobody-here/x")
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_a_link_to_a_file_of_training_is_no_file_of_validation(link, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    getattr(tmp_path / "b.txt", link)(tmp_path / "a.txt")
+    train, validation = (find_files([str(tmp_path / name)]) for name in ("a.txt", "b.txt"))
+    with pytest.raises(ConfigError, match=r"1 files are in data.files and in data.val"):
+        files.check_disjoint(train, validation)
