@@ -684,7 +684,8 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
     if template is not None and template in TEMPLATES:
         return TEMPLATES[template]
     if template is not None:
-        path = as_path(template, "data.template")
+        # A text of several lines is no path, and the error below says what to give.
+        path = as_path(template, "data.template") if template.isprintable() else Path(template)
         parsed = _template_in(path) if path.is_file() else None
         if parsed is None:
             why = "has no chat_template" if path.is_file() else "is neither a template nor a file"
@@ -694,7 +695,7 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
             )
         return parsed
     for name in _TEMPLATE_FILES if tokenizer is not None else ():
-        path = as_path(tokenizer, "data.tokenizer").parent / name
+        path = Path(tokenizer or "").expanduser().parent / name
         if path.is_file() and (parsed := _template_in(path)) is not None:
             return parsed
     return TEMPLATES["plain"]

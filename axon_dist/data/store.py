@@ -335,14 +335,6 @@ class Indexed:
     stamp: list[int]
     spans: list[Span]
 
-    def check(self) -> None:
-        """Raises `ConfigError` if the file has changed since its digest was computed."""
-        if _stamp(self.path) != self.stamp:
-            raise ConfigError(
-                f"{self.path} changed while it was read; start again when it is complete",
-                code="file-changed-while-read",
-            )
-
 
 Scan = Callable[[Path, Callable[[bytes], None]], list[Span]]
 """Reads a file, passes all of its bytes to a digest, and returns its parts."""
@@ -401,7 +393,7 @@ class TokenCache:
                 changed = True
                 digest = hashlib.blake2b(digest_size=16)
                 spans = scan(file.path, digest.update)
-                Indexed(file.path, "", stamp, []).check()
+                _check_stamp(file.path, stamp)
                 row = (stamp, now, digest.hexdigest(), spans)
                 known[str(file.path)] = row
             spans = [(a, b, c, d) for a, b, c, d in row[3]]
@@ -435,7 +427,7 @@ class TokenCache:
         def documents(file: Indexed, span: Span) -> Iterator[Document]:
             yield from make(file.path, span)
             # Before the tokens are stored under the digest of the file as it was.
-            file.check()
+            _check_stamp(file.path, file.stamp)
 
         # Each process begins with a different part, so that processes rarely compete for one.
         first = os.getpid() % max(1, len(todo))
@@ -578,6 +570,15 @@ def _is_complete(path: Path, most: int) -> bool:
 def _stamp(path: Path) -> list[int]:
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _check_stamp(path: Path, stamp: list[int]) -> None:
+    """Raises `ConfigError` if a file has changed since its stamp was read."""
+    if _stamp(path) != stamp:
+        raise ConfigError(
+            f"{path} changed while it was read; start again when it is complete",
+            code="file-changed-while-read",
+        )
 
 
 _Row: TypeAlias = tuple[list[int], int, str, Sequence[Sequence[int]]]
