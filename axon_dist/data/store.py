@@ -386,7 +386,7 @@ class TokenCache:
         indexed = []
         changed = False
         for file in files:
-            stamp = _stamp(file.path)
+            stamp = stamp_of(file.path)
             row = known.get(str(file.path))
             if row is None or row[0] != stamp or row[1] - max(stamp[1:3]) < _SETTLED:
                 now = time.time_ns()
@@ -567,14 +567,15 @@ def _is_complete(path: Path, most: int) -> bool:
     return True
 
 
-def _stamp(path: Path) -> list[int]:
+def stamp_of(path: Path) -> list[int]:
+    """Returns the numbers that change if a file is written to or replaced."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def _check_stamp(path: Path, stamp: list[int]) -> None:
     """Raises `ConfigError` if a file has changed since its stamp was read."""
-    if _stamp(path) != stamp:
+    if stamp_of(path) != stamp:
         raise ConfigError(
             f"{path} changed while it was read; start again when it is complete",
             code="file-changed-while-read",
