@@ -586,7 +586,9 @@ def outside_meshes() -> Any:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+@functools.cache
+def _standard_library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
 
 
 def is_library_file(name: str) -> bool:
@@ -600,7 +602,7 @@ def is_library_file(name: str) -> bool:
     """
     file = Path(name)
     # Python's imports run in frames of files such as `<frozen importlib._bootstrap>`.
-    is_python = file.is_relative_to(_STANDARD_LIBRARY) or name.startswith("<frozen ")
+    is_python = file.is_relative_to(_standard_library()) or name.startswith("<frozen ")
     # Debian installs its packages into folders of the second name.
     return is_python or not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
 

@@ -31,7 +31,7 @@ _R = TypeVar("_R")
 
 FREE = PartitionSpec.UNCONSTRAINED
 
-# `SLOW_AXES` and `DATA_AXES`, which are defined in packages that import this one.
+# These are `SLOW_AXES` and `DATA_AXES`. The packages that define them import this one.
 _DATA = ("pods", "nodes", "dp", "fsdp")
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     name: _DATA if axis == "dp" else (axis,)

@@ -161,7 +161,7 @@ def _parse(text: str, what: str) -> Any:
 def _parsed(text: str, what: str) -> object:
     try:
         reader = YAML(typ="safe", pure=True)
-        reader.doc_infos.append(DocInfo())  # Where ruamel writes a `%YAML` directive.
+        reader.doc_infos.append(DocInfo())  # ruamel writes a `%YAML` directive there.
         reader.Composer = _BoundedComposer
         constructor, _ = reader.get_constructor_parser(io.StringIO(text))
         root = constructor.composer.get_single_node()

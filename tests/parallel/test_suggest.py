@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.models import (
     MLP,
     ResNet,
@@ -152,6 +152,18 @@ def test_a_model_that_no_guess_fits_asks_for_its_inputs():
     assert modes(suggest_plan(make, x, x)) == {"mlp/up": "column", "mlp/down": "row"}
     Two.example_inputs = lambda self: (x, x)
     assert modes(suggest_plan(make)) == {"mlp/up": "column", "mlp/down": "row"}
+
+
+def test_example_inputs_that_are_no_tuple_are_refused():
+    class One(nnx.Module):
+        def example_inputs(self):
+            return jnp.ones((2, 4))
+
+    with pytest.raises(
+        ConfigError, match="One.example_inputs returned a ArrayImpl; it must"
+    ) as bad:
+        suggest_plan(One)
+    assert bad.value.code == "bad-example-inputs"
 
 
 def test_models_of_images_say_what_they_take():
