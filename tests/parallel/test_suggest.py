@@ -159,9 +159,7 @@ def test_example_inputs_that_are_no_tuple_are_refused():
         def example_inputs(self):
             return jnp.ones((2, 4))
 
-    with pytest.raises(
-        ConfigError, match="One.example_inputs returned a ArrayImpl; it must"
-    ) as bad:
+    with pytest.raises(ConfigError, match=r"One\.example_inputs returned a \w+; it must") as bad:
         suggest_plan(One)
     assert bad.value.code == "bad-example-inputs"
 
